@@ -1,0 +1,1 @@
+"""A small, real inference server: Llama-family forward pass, paged decisions, honest stamps."""

@@ -1,0 +1,148 @@
+"""The Llama forward pass over a flat batch: tokens of all sequences side by side, one product per weight.
+
+Attention and the KV cache are not here. `forward` is given a function that stores the new keys and values and
+attends, so that how KV is laid out can change without touching the model.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from reference_server.model_config import ModelConfig
+
+# (layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k) -> [tokens, heads * head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Projection:
+    """x @ weight.T. On a CPU the weight is kept in oneDNN's blocked layout.
+
+    Why: at 1 to 64 rows the blocked kernel reads memory at full speed; `F.linear` on the plain layout takes 2
+    to 3 times as long. The operators are those that torch.compile uses for frozen weights; without them
+    F.linear serves.
+    """
+
+    def __init__(self, weight: Tensor) -> None:  # [out, in]
+        self.out_features, self.in_features = weight.shape
+        self.packed = weight.device.type == "cpu" and _can_pack()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
+        if self.packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
+        return F.linear(x, self.weight)
+
+
+def _can_pack() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@dataclass(slots=True)
+class Layer:
+    attention_norm: Tensor  # [hidden]
+    qkv: Projection  # hidden -> (heads + 2 * kv_heads) * head_dim, in the order q, k, v
+    output: Projection  # heads * head_dim -> hidden
+    feed_forward_norm: Tensor  # [hidden]
+    gate_up: Projection  # hidden -> 2 * intermediate
+    down: Projection  # intermediate -> hidden
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a model of this config has, under its Hugging Face name."""
+    c = config
+    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab, c.hidden),
+        "model.norm.weight": (c.hidden,),
+    }
+    if not c.tie_embeddings:
+        shapes["lm_head.weight"] = (c.vocab, c.hidden)
+    for i in range(c.layers):
+        shapes |= {
+            f"model.layers.{i}.input_layernorm.weight": (c.hidden,),
+            f"model.layers.{i}.self_attn.q_proj.weight": (q, c.hidden),
+            f"model.layers.{i}.self_attn.k_proj.weight": (kv, c.hidden),
+            f"model.layers.{i}.self_attn.v_proj.weight": (kv, c.hidden),
+            f"model.layers.{i}.self_attn.o_proj.weight": (c.hidden, q),
+            f"model.layers.{i}.post_attention_layernorm.weight": (c.hidden,),
+            f"model.layers.{i}.mlp.gate_proj.weight": (c.intermediate, c.hidden),
+            f"model.layers.{i}.mlp.up_proj.weight": (c.intermediate, c.hidden),
+            f"model.layers.{i}.mlp.down_proj.weight": (c.hidden, c.intermediate),
+        }
+    return shapes
+
+
+class Llama:
+    """Weights ready to run. All parameters have one dtype and live on one device."""
+
+    def __init__(
+        self, config: ModelConfig, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def take(name: str) -> Tensor:
+            return state[name].to(device=device, dtype=dtype)
+
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.embedding = take("model.embed_tokens.weight")
+        self.layers = []
+        for i in range(config.layers):
+            at = f"model.layers.{i}."
+            self.layers.append(
+                Layer(
+                    attention_norm=take(at + "input_layernorm.weight"),
+                    qkv=Projection(torch.cat([take(f"{at}self_attn.{p}_proj.weight") for p in "qkv"])),
+                    output=Projection(take(at + "self_attn.o_proj.weight")),
+                    feed_forward_norm=take(at + "post_attention_layernorm.weight"),
+                    gate_up=Projection(torch.cat([take(f"{at}mlp.{p}_proj.weight") for p in ("gate", "up")])),
+                    down=Projection(take(at + "mlp.down_proj.weight")),
+                )
+            )
+        self.norm = take("model.norm.weight")
+        self.head = Projection(self.embedding if config.tie_embeddings else take("lm_head.weight"))
+        self.cos, self.sin = rotary_table(config, dtype, device)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend) -> Tensor:
+        """token_ids and positions [tokens]; logit_rows [n] names the tokens whose successor is wanted.
+
+        Returns logits [n, vocab] in float32.
+        """
+        c = self.config
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        x = self.embedding[token_ids]  # [tokens, hidden]
+        for i, layer in enumerate(self.layers):
+            h = self._norm(x, layer.attention_norm)
+            qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
+            qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
+            qk = rotate(qk, cos, sin)
+            x = x + layer.output(attend(i, qk[:, : c.heads], qk[:, c.heads :], v))
+            h = self._norm(x, layer.feed_forward_norm)
+            gate, up = layer.gate_up(h).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return self.head(self._norm(x[logit_rows], self.norm)).float()
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.config.hidden,), weight, self.config.norm_eps)
+
+
+def rotary_table(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and signed sin, [max_context, head_dim].
+
+    The first half of the sin is negated, so that rotating a vector is x * cos + swap_halves(x) * sin.
+    """
+    half = config.head_dim // 2
+    # In float32, as models are trained; in float64 the angles at large positions would differ from theirs.
+    frequency = 1.0 / (config.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / config.head_dim))
+    angle = torch.outer(torch.arange(config.max_context, dtype=torch.float32), frequency)
+    cos, sin = angle.cos(), angle.sin()
+    return (
+        torch.cat([cos, cos], dim=-1).to(device=device, dtype=dtype),
+        torch.cat([-sin, sin], dim=-1).to(device=device, dtype=dtype),
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [tokens, n, head_dim], [tokens, 1, head_dim]
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

@@ -1,0 +1,54 @@
+"""What goes into one engine iteration and what comes out. Pure: no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token of one sequence is chosen.
+
+    temperature 0 is greedy. The draw is a function of (seed, position) alone: it does not depend on who else is
+    in the batch, and a sequence that was preempted and recomputed draws the same numbers again. `mask_eos`
+    makes the tokens that end an answer impossible, for answers whose length is decided elsewhere.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    mask_eos: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.temperature >= 0 and 0 < self.top_p <= 1
+
+
+GREEDY = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class StepItem:
+    """New tokens of one sequence: a prompt, a prefill chunk, or the one token of a decode step.
+
+    `token_ids` take the positions position0, position0 + 1, …; the slot must hold exactly position0 tokens.
+    With `sample`, the token after the last of them is chosen.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    position0: int
+    sample: bool
+    sampling: SamplingParams = GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry of `token_ids` per item, in the order of the batch; None where nothing was sampled.
+
+    start_ns and end_ns are monotonic; the tokens are in host memory by end_ns. `device_ns` is what the
+    accelerator measured between the first and the last kernel; None on a CPU.
+    """
+
+    token_ids: list[int | None]
+    start_ns: int
+    end_ns: int
+    device_ns: int | None = None
