@@ -193,14 +193,12 @@ class StreamDecoder:
             self._field(line)
         elif line and not line.startswith(_COMMENT):
             self.torn = True
-        event = None
-        if self._data or self._is_error:
-            event = self._decode(b"\n".join(self._data), self._is_error)
-            if event is not None and event.malformed and not event.recognised and event.error is None:
-                event = None  # no JSON object
-                self.torn = True
-        elif self._named or self._skipping:
-            self.torn = True
+        data = b"\n".join(self._data)
+        event = self._decode(data, self._is_error)
+        is_whole = event is not None and (event.recognised or not event.malformed)
+        if not (is_whole and data.strip()):
+            self.torn |= bool(self._data) or self._named or self._skipping
+            event = StreamEvent(error=_UNNAMED_ERROR, recognised=True) if self._is_error else None
         self._end_event()
         self._skipping = False
         return [] if event is None else [event]
