@@ -39,6 +39,13 @@ class TestFraming:
         stream = line + b"\r\n\n" + line + b"\r\r" + line + b"\n\r"
         assert decode(stream) == [HELLO_EVENT] * 3
 
+    def test_a_read_that_looks_like_one_event_may_hold_two(self) -> None:
+        line = HELLO.rstrip()
+        assert decode(HELLO, line + b"\r\r" + line + b"\n\n") == [HELLO_EVENT] * 3
+
+    def test_the_type_of_an_event_may_come_in_an_earlier_read(self) -> None:
+        assert decode(HELLO, b"event: error\n", b'data: {"code": 7}\n\n')[1:] == [StreamEvent(error="7")]
+
     def test_cr_and_lf_in_two_reads_are_one_line_end(self) -> None:
         line = HELLO.rstrip()
         assert decode(b"event: x\r", b"\n" + line + b"\r", b"\n\r", b"\n") == [HELLO_EVENT]
@@ -148,6 +155,19 @@ class TestOversized:
                 decoder = StreamDecoder(max_event_bytes=bound)
                 events = [event for read in reads for event in decoder.feed(read)]
                 assert decoder.oversized == 2 * oversized and len(events) == 2 - 2 * oversized
+
+    def test_the_newline_between_data_lines_counts(self) -> None:
+        """2 lines of 5 bytes and the newline that joins them: 5 + 1 + 5 = 11."""
+        for bound, oversized in ((11, 0), (10, 1)):
+            decoder = StreamDecoder(max_event_bytes=bound)
+            decoder.feed(b"data:12345\ndata:67890\n\n")
+            assert decoder.oversized == oversized
+
+    def test_a_read_may_end_inside_and_at_the_end_of_an_oversized_line(self) -> None:
+        """The line end that follows is not a blank line: the event goes on, and is still the skipped one."""
+        decoder = StreamDecoder(max_event_bytes=56)
+        reads = [b"data: " + b"1" * 60, b"\ndata: 2\n\n", HELLO]
+        assert [event for read in reads for event in decoder.feed(read)] == [HELLO_EVENT]
 
     def test_a_comment_has_no_size(self) -> None:
         decoder = StreamDecoder(max_event_bytes=56)
