@@ -12,7 +12,7 @@ from sloscope.errors import RecordError
 from sloscope.ids import is_request_id
 
 VERSION = 1
-READABLE_VERSIONS = frozenset({1})
+READABLE_VERSIONS = (1,)
 
 OBSERVERS = ("client", "sidecar", "engine")
 ROLES = ("client", "gateway", "router", "sidecar", "server")
