@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)  ## Server, sidecar, replay, one stall, one buffer, and the diagnosis (MODEL=smollm2 TRACE=file.csv)
-	$(BIN)/python -m demo --model $(MODEL) $(if $(TRACE),--trace $(TRACE))
+	$(BIN)/python -m sloscope.demo --model $(MODEL) $(if $(TRACE),--trace $(TRACE))
 
 lab: $(STAMP)  ## The eight requests of the lab
 	$(BIN)/sloscope lab
