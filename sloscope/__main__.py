@@ -1,0 +1,3 @@
+from sloscope.cli import main
+
+main()
