@@ -124,8 +124,10 @@ class JournalWriter:
     def _tend(self) -> None:
         """Rotate a full file, and set a new anchor every ten seconds or after a step of the wall clock."""
         if self.file_bytes >= self._max_bytes:
-            os.close(self._fd)
+            # The new lock is held before the old one is free: at no moment does this writer look dead.
+            old = self._fd
             self._open()
+            os.close(old)
             return
         mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
         drift = (wall - self._anchor_wall) - (mono - self._anchor_mono)
@@ -141,7 +143,8 @@ class JournalWriter:
         self._sequence += 1
         self._path = self._directory / name
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Waits only for `is_live` of a reader, which holds the lock of a new file for a moment.
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
         self.file_bytes = 0
         self._torn = False
         waiting, self._buffer = self._buffer, []
