@@ -118,7 +118,7 @@ def start_nginx(stage: Stage, directory: Path, upstream: str, location: str, nam
     )
     config = directory / "nginx.conf"
     config.write_text(
-        f"pid {directory / 'nginx.pid'};\nerror_log {directory / 'error.log'};\nworker_processes 1;\n"
+        f"user root;\npid {directory / 'nginx.pid'};\nerror_log {directory / 'error.log'};\nworker_processes 1;\n"
         "events { worker_connections 512; }\n"
         f"http {{\naccess_log off;\n{paths}"
         f"server {{ listen 127.0.0.1:{port};\nlocation / {{ proxy_pass {upstream};\n{location}\n}} }} }}\n"
