@@ -184,6 +184,7 @@ class StreamEnd:
     error: str | None = None  # class of an in-band error
     malformed: bool = False  # an event that was no event of this API
     events: int = 0  # output events
+    tokens: int | None = None  # output tokens that the final usage counts
     min_tokens: int = 1
 
 
@@ -207,7 +208,8 @@ def classify_end(end: StreamEnd) -> Ended:
         return Ended("failed", "in_band_error")
     proper = end.done or len(end.finishes) >= end.n_choices
     if proper:
-        if end.events == 0 and end.min_tokens > 0:
+        # A tool call without arguments is an answer with tokens and no output event: complete, and without a TTFT.
+        if end.events == 0 and not end.tokens and end.min_tokens > 0:
             return Ended("failed", "empty_stream")
         return Ended("completed", "")
     if end.left:

@@ -101,6 +101,7 @@ def test_summary_identities_hold_on_random_receipts(stamps: list[int], data: st.
         (d.StreamEnd(200, events=0), ("failed", "empty_stream")),
         (d.StreamEnd(200, finishes={0: "stop"}, done=True), ("failed", "empty_stream")),
         (d.StreamEnd(200, finishes={0: "stop"}, done=True, min_tokens=0), ("completed", "")),
+        (d.StreamEnd(200, finishes={0: "tool_calls"}, done=True, tokens=17), ("completed", "")),
         (d.StreamEnd(200, error="server_error", events=3), ("failed", "in_band_error")),
         (d.StreamEnd(200, error="server_error", events=3, finishes={0: "stop"}), ("failed", "in_band_error")),
         (d.StreamEnd(200, finishes={0: "abort"}, done=True, events=3), ("failed", "in_band_error")),
