@@ -1,0 +1,50 @@
+"""Engine against receipt: the same obligation by the engine's stamps and by the receivers'."""
+
+from typing import Any
+
+from dashboards import layout, panels_engine, panels_recorder
+
+UID = "sloscope-engine-against-receipt"
+
+
+def dashboard() -> Any:
+    return layout.dashboard(
+        UID,
+        "Engine against receipt",
+        "Which side of the socket a late token comes from: the engine's own stamps beside those of sidecar and client.",
+        (
+            layout.Row(
+                "First token",
+                (panels_engine.ttft_p99, panels_engine.ttft_p50, panels_engine.queue, panels_engine.prefill),
+            ),
+            layout.Row(
+                "Between tokens",
+                (panels_engine.gap_p99, panels_engine.largest_gap, panels_engine.decode_step, panels_engine.step),
+            ),
+            layout.Row(
+                "On the way",
+                (
+                    panels_engine.added_by_sidecar,
+                    panels_engine.undelivered,
+                    panels_recorder.upstreams_up,
+                    panels_recorder.upstreams_in_flight,
+                ),
+            ),
+            layout.Row(
+                "Inside the engine",
+                (
+                    panels_engine.states,
+                    panels_engine.oldest_waiting,
+                    panels_engine.kv_blocks,
+                    panels_engine.preemptions,
+                    panels_engine.admissions,
+                    panels_engine.ended,
+                    panels_engine.cancel_cleanup,
+                    panels_engine.service_by_tenant,
+                    panels_engine.tokens,
+                    panels_engine.modelled_flops,
+                    panels_engine.modelled_bytes,
+                ),
+            ),
+        ),
+    )

@@ -1,0 +1,201 @@
+"""The engine's own stamps, beside the same obligation as it was received."""
+
+from typing import Any
+
+from dashboards import promql, style
+
+_OBSERVERS = ("client", "sidecar")
+_NOT_MIXED = (
+    "Each observer has its own clock and its own name here; a line is never one observer's value under another's name."
+)
+_NO_ENGINE = "no engine"
+
+
+def _beside(title: str, description: str, q: float, engine_series: str, family: str) -> Any:
+    targets = [style.query(promql.quantile(q, promql.engine(engine_series)), "engine")]
+    targets += [style.query(promql.quantile(q, promql.receipt(family, at).filtered()), at) for at in _OBSERVERS]
+    return style.lines(title, f"{description} {_NOT_MIXED}", "s", targets)
+
+
+def _quantiles(title: str, description: str, series: promql.Series, no_value: str = _NO_ENGINE) -> Any:
+    targets = [style.query(promql.quantile(q, series), f"p{q * 100:.0f}") for q in (0.99, 0.5)]
+    return style.lines(title, description, "s", targets, no_value=no_value)
+
+
+def ttft_p99() -> Any:
+    text = "First token computed beside first output received. Engine low and client high: the time went between them."
+    return _beside("TTFT p99: engine, sidecar, client", text, 0.99, "ttft_seconds", "ttft_seconds")
+
+
+def ttft_p50() -> Any:
+    text = "The same for the median. p99 apart and p50 together points to something that happens to few requests."
+    return _beside("TTFT p50: engine, sidecar, client", text, 0.5, "ttft_seconds", "ttft_seconds")
+
+
+def queue() -> Any:
+    text = "From arrival in the scheduler to the first step that ran the request."
+    return _quantiles("Engine queue p50 and p99", text, promql.engine("queue_seconds"))
+
+
+def prefill() -> Any:
+    text = (
+        "From the first step that ran the request to its first token computed; later chunks of a long prompt included."
+    )
+    return _quantiles("Engine prefill p50 and p99", text, promql.engine("prefill_seconds"))
+
+
+def gap_p99() -> Any:
+    text = "Tokens as computed beside output events as received. Engine even and receipts bunched: a buffer on the way."
+    return _beside("Token interval and chunk gap p99", text, 0.99, "token_interval_seconds", "icl_seconds")
+
+
+def largest_gap() -> Any:
+    targets = [
+        style.query(promql.quantile(0.99, promql.receipt("itl_max_seconds", point).filtered()), point)
+        for point in _OBSERVERS
+    ]
+    targets.append(style.query(promql.limit("itl_max"), "limit {{class}}"))
+    text = "The largest pause inside an answer at both receipt points; higher at the client: the network or the reader."
+    return style.lines("Largest gap p99: sidecar, client", text, "s", targets)
+
+
+def decode_step() -> Any:
+    text = "Duration of iterations that only decoded: the floor under every gap between tokens."
+    return _quantiles("Engine decode step p50 and p99", text, promql.engine("decode_step_seconds"))
+
+
+def step() -> Any:
+    text = "Duration of every iteration, planning included. Far above decode steps: prefill interferes with decoding."
+    return _quantiles("Engine step p50 and p99", text, promql.engine("step_seconds"))
+
+
+def added_by_sidecar() -> Any:
+    text = "What the sidecar itself added to an event, from read to handed on."
+    return _quantiles(
+        "Added by the sidecar p50 and p99", text, promql.row("sloscope_sidecar_added_seconds"), style.NO_TRAFFIC
+    )
+
+
+def states() -> Any:
+    return style.lines(
+        "Engine requests by state",
+        "Requests by scheduler state.",
+        "short",
+        [style.query(promql.level(promql.engine("requests"), ("state",)), "{{state}}")],
+        no_value=_NO_ENGINE,
+        stacked=True,
+    )
+
+
+def oldest_waiting() -> Any:
+    return style.lines(
+        "Oldest waiting request",
+        "Age of the request that has waited longest for its first step. Above the TTFT limit it has missed already.",
+        "s",
+        [
+            style.query(promql.highest(promql.engine("oldest_waiting_seconds")), "oldest"),
+            style.query(promql.limit("ttft"), "limit {{class}}"),
+        ],
+        no_value=_NO_ENGINE,
+    )
+
+
+def kv_blocks() -> Any:
+    return style.lines(
+        "KV blocks",
+        "Blocks that hold tokens (resident), are promised to admitted work (reserved), or neither (free).",
+        "short",
+        [style.query(promql.level(promql.engine("kv_blocks"), ("kind",)), "{{kind}}")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def preemptions() -> Any:
+    return style.lines(
+        "Preemptions",
+        "Sequences a second whose KV was taken back before they ended; what is recomputed lies inside a gap.",
+        "ops",
+        [style.query(promql.per_second(promql.engine("preemptions_total")), "preemptions")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def admissions() -> Any:
+    admitted = promql.engine("admissions_total")
+    return style.lines(
+        "Admission decisions",
+        "Decisions a second by verdict and reason.",
+        "ops",
+        [style.query(promql.per_second(admitted, ("verdict", "reason")), "{{verdict}} {{reason}}")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def ended() -> Any:
+    return style.lines(
+        "Requests that left the engine",
+        "By outcome, as the engine saw it. A request that completed here can still have been cut off on its way.",
+        "reqps",
+        [style.query(promql.per_second(promql.engine("requests_ended_total"), ("outcome",)), "{{outcome}}")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def cancel_cleanup() -> Any:
+    text = "From the abort seen by the scheduler to the last KV block free: work done for nobody."
+    return _quantiles("Cancel cleanup p50 and p99", text, promql.engine("cancel_cleanup_seconds"))
+
+
+def undelivered() -> Any:
+    return style.lines(
+        "Undelivered tokens",
+        "Tokens computed and not yet written to a socket. Growth means that readers are slower than the engine.",
+        "short",
+        [style.query(promql.level(promql.engine("undelivered_tokens")), "undelivered")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def tokens() -> Any:
+    return style.lines(
+        "Tokens run",
+        "Prompt tokens prefilled and output tokens computed a second.",
+        "short",
+        [
+            style.query(promql.per_second(promql.engine("prompt_tokens_total")), "prompt"),
+            style.query(promql.per_second(promql.engine("output_tokens_total")), "output"),
+        ],
+        no_value=_NO_ENGINE,
+    )
+
+
+def service_by_tenant() -> Any:
+    service = promql.engine("service_units_total").filtered()
+    return style.lines(
+        "Service by tenant",
+        "Service units a second by tenant. Unequal shares are unfair only while all of them have work waiting.",
+        "short",
+        [style.query(promql.per_second(service, ("tenant",)), "{{tenant}}")],
+        no_value=_NO_ENGINE,
+        stacked=True,
+    )
+
+
+def modelled_flops() -> Any:
+    return style.lines(
+        "Modelled arithmetic",
+        "Floating point operations a second that the model's shape implies for the work done.",
+        "flops",
+        [style.query(promql.per_second(promql.engine("modelled_flops_total")), "modelled")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def modelled_bytes() -> Any:
+    return style.lines(
+        "Modelled memory traffic",
+        "Bytes a second that the model's shape implies were moved for the work done.",
+        "Bps",
+        [style.query(promql.per_second(promql.engine("modelled_bytes_total")), "modelled")],
+        no_value=_NO_ENGINE,
+    )

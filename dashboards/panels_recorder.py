@@ -1,0 +1,88 @@
+"""Whether the record itself can be trusted: journal, data plane, upstreams."""
+
+from typing import Any
+
+from dashboards import promql, style
+
+_NOTHING = "not scraped"
+
+
+def _rates(title: str, description: str, *queries: tuple[str, tuple[str, ...], str], unit: str = "ops") -> Any:
+    targets = [style.query(promql.per_second(promql.row(name), by), legend) for name, by, legend in queries]
+    return style.lines(title, description, unit, targets, no_value=_NOTHING)
+
+
+def journal_records() -> Any:
+    return _rates(
+        "Journal records",
+        "Records a second written and lost, by observer. A lost record is a request that SQL cannot judge.",
+        ("sloscope_journal_records_total", ("observer",), "written {{observer}}"),
+        ("sloscope_journal_dropped_total", ("observer",), "lost {{observer}}"),
+    )
+
+
+def journal_bytes() -> Any:
+    return _rates(
+        "Journal bytes",
+        "Bytes a second written to the journal, by observer.",
+        ("sloscope_journal_bytes_total", ("observer",), "{{observer}}"),
+        unit="Bps",
+    )
+
+
+def journal_lag() -> Any:
+    lag = promql.row("sloscope_journal_lag_seconds")
+    return style.lines(
+        "Journal lag",
+        "Age of the oldest record waiting to be written, by observer.",
+        "s",
+        [style.query(promql.highest(lag, ("observer",)), "{{observer}}")],
+        no_value=_NOTHING,
+    )
+
+
+def troubles() -> Any:
+    return _rates(
+        "What went wrong while recording",
+        "Data plane restarts, requests closed after their recorder died, reasons revised, receipts refused, tenants "
+        "folded into other, events not understood, requests of other APIs passed through.",
+        ("sloscope_data_plane_restarts_total", (), "data plane restarts"),
+        ("sloscope_recovered_requests_total", (), "recovered requests"),
+        ("sloscope_reason_revisions_total", (), "reasons revised"),
+        ("sloscope_receipts_rejected_total", ("cause",), "receipts refused: {{cause}}"),
+        ("sloscope_tenant_overflow_total", (), "tenants folded"),
+        ("sloscope_parse_problems_total", ("problem",), "not understood: {{problem}}"),
+        ("sloscope_sidecar_passthrough_total", (), "passed through"),
+    )
+
+
+def upstreams_up() -> Any:
+    up = promql.row("sloscope_upstream_up")
+    return style.lines(
+        "Upstreams reachable",
+        "1 if the last connect to the upstream worked.",
+        "none",
+        [style.query(promql.lowest(up, ("upstream",)), "{{upstream}}")],
+        no_value=_NOTHING,
+    )
+
+
+def upstreams_in_flight() -> Any:
+    running = promql.row("sloscope_upstream_inflight_requests")
+    return style.lines(
+        "In flight by upstream",
+        "Requests sent to each upstream and not ended. Uneven numbers under even load: one of them is slower.",
+        "short",
+        [style.query(promql.level(running, ("upstream",)), "{{upstream}}")],
+        no_value=_NOTHING,
+    )
+
+
+def builds() -> Any:
+    build = promql.row("sloscope_build_info")
+    return style.facts(
+        "What is running",
+        "Version, contract and observer of every scraped process. Two contract hashes: do not compare their numbers.",
+        [style.query(promql.highest(build, ("version", "contract_hash", "observer")), "")],
+        span=24,
+    )

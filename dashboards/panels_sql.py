@@ -1,0 +1,121 @@
+"""Exact answers from the journal: SQL at the control plane, and the few results that it exposes as gauges."""
+
+from typing import Any
+
+from dashboards import promql, style
+
+# Each is a file under queries/, answered at /api/q/NAME.
+QUESTIONS = (
+    "goodput",
+    "goodput_over_time",
+    "attainment_by_cohort",
+    "misses_by_obligation",
+    "quantiles",
+    "holds",
+    "stall_causes",
+    "ttft_budget",
+    "survival",
+    "dispatch_lag",
+)
+_RULES = "Requests are assigned by arrival, at the contract's observer; the rules in force stand in the answer."
+
+
+def goodput() -> Any:
+    return style.answer(
+        "Goodput of the window", f"Offered, qualified, attainment and goodput by class. {_RULES}", "goodput"
+    )
+
+
+def goodput_over_time() -> Any:
+    text = f"The same in slices of the window; the window rule applies to the whole, not to its slices. {_RULES}"
+    return style.answer("Goodput over time", text, "goodput_over_time")
+
+
+def attainment_by_cohort() -> Any:
+    text = f"Which cohort did not get what it was promised, with the interval of each share. {_RULES}"
+    return style.answer("Attainment by cohort", text, "attainment_by_cohort")
+
+
+def misses_by_obligation() -> Any:
+    text = f"How many requests missed each limit, and how many missed it alone. {_RULES}"
+    return style.answer("Misses by obligation", text, "misses_by_obligation")
+
+
+def quantiles() -> Any:
+    text = f"Order statistics without buckets, with rank bounds; empty with the reason where n is too small. {_RULES}"
+    return style.answer("Exact quantiles", text, "quantiles")
+
+
+def holds() -> Any:
+    text = (
+        "Late deliveries by verdict: the engine was late; it was on time and the events waited; both; the client was "
+        "late; unknown. Without engine stamps a verdict is only suspected."
+    )
+    return style.answer("Stall verdicts", text, "holds")
+
+
+def stall_causes() -> Any:
+    text = "Decoder stalls by the steps that they overlap: prefill interference, preemption, KV pressure and others."
+    return style.answer("Causes of decoder stalls", text, "stall_causes")
+
+
+def ttft_budget() -> Any:
+    text = "TTFT link by link from independent stamps, beside the declared budget; unstamped time is the residual."
+    return style.answer("TTFT budget", text, "ttft_budget", span=24)
+
+
+def survival() -> Any:
+    text = "Output length with censoring: answers that were cut off are known only to exceed what was seen."
+    return style.answer("Output length (Kaplan-Meier)", text, "survival")
+
+
+def dispatch_lag() -> Any:
+    text = "Scheduled arrival to send of replayed requests. A sender that lags hides queueing: the run is invalid."
+    return style.answer("Dispatch lag", text, "dispatch_lag")
+
+
+def attainment_by_both() -> Any:
+    from_sql = promql.row("sloscope_sql_attainment_ratio").filtered()
+    return style.lines(
+        "Attainment: counters and SQL",
+        "The same share from counters and from the journal. They differ by requests in flight at the window's edges; a "
+        "lasting difference means lost records.",
+        "percentunit",
+        [
+            style.query(promql.attainment(window=promql.RANGE), "counters {{class}}"),
+            style.query(promql.highest(from_sql, ("class",)), "SQL {{class}}"),
+        ],
+    )
+
+
+def goodput_gauge() -> Any:
+    from_sql = promql.row("sloscope_sql_goodput_rps").filtered()
+    return style.lines(
+        "Goodput from SQL",
+        "Latest result of the goodput question, by class.",
+        "reqps",
+        [style.query(promql.highest(from_sql, ("class",)), "{{class}}")],
+        no_value="not computed yet",
+    )
+
+
+def holds_gauge() -> Any:
+    return style.lines(
+        "Late deliveries by verdict, from SQL",
+        "Latest result of the stalls question.",
+        "short",
+        [style.query(promql.highest(promql.row("sloscope_sql_holds"), ("verdict",)), "{{verdict}}")],
+        no_value="not computed yet",
+        stacked=True,
+    )
+
+
+def computed_ago() -> Any:
+    return style.number(
+        "Age of the SQL results",
+        "Seconds since the gauges above were computed.",
+        "s",
+        [style.query(promql.age(promql.row("sloscope_sql_computed_at_seconds"), ("query",)), "{{query}}")],
+        span=12,
+        no_value="not computed yet",
+    )
