@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,8 +84,8 @@ class SlotKV:
         self.dtype = dtype
         self.device = device
         shape = (config.layers, slots, config.kv_heads, max_context, config.head_dim)
-        self._keys = list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
-        self._values = list(torch.zeros(shape, dtype=dtype, device=device).unbind(0))
+        self._keys = _zero_pages(shape, dtype, device).unbind(0)
+        self._values = _zero_pages(shape, dtype, device).unbind(0)
         self._lengths = [0] * slots
 
     def length(self, slot: int) -> int:
@@ -175,3 +176,10 @@ class SlotKV:
             )
             out[rows] = attended.squeeze(0).transpose(0, 1)
         return out.view(out.shape[0], -1)
+
+
+def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU mapped but not touched. torch.zeros would write every page and take seconds and all the RAM."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)
