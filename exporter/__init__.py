@@ -1,0 +1,1 @@
+"""The sidecar: forwards unchanged, stamps at the socket, records, exposes."""

@@ -1,0 +1,207 @@
+"""The data plane process: `python -m exporter.data_plane`, started by the supervisor.
+
+Settings come as the first line of stdin, with the numbers of the inherited sockets; the end of stdin means that the
+supervisor is gone. One event loop; the journal has a thread; nobody else is here, so that nobody delays a stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import cast
+
+import orjson
+import uvloop
+
+from exporter import recorder as recorder_module
+from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
+from exporter.observation import PROBLEMS, Watch
+from exporter.recorder import Recorder
+from exporter.settings import Settings, parse_upstream, tls_context
+from exporter.upstream import Pool, Upstreams
+from sloscope import contract as contracts
+from sloscope.clock import Clock, SystemClock
+from sloscope.exposition import MetricStore
+from sloscope.journal import JournalWriter
+from sloscope.units import NS_PER_S
+
+TICK_NS = 50_000_000
+_SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
+
+
+def load_contract(settings: Settings) -> contracts.Contract:
+    read = contracts.from_shorthand if settings.contract_is_shorthand else contracts.parse
+    return read(settings.contract)
+
+
+class DataPlane:
+    """Listener, upstreams, observer and journal of one process."""
+
+    def __init__(self, settings: Settings, clock: Clock, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.loop = loop
+        self.instance = f"{os.getpid()}-{clock.monotonic_ns()}"
+        contract = load_contract(settings)
+        self.store = MetricStore("sidecar", contract, settings.max_label_values)
+        self.recorder = Recorder(
+            lambda: JournalWriter(Path(settings.events), "sidecar", clock, recorder_module.encode), clock, loop
+        )
+        self.watch = Watch(settings, contract, self.store, self.recorder, clock)
+        upstreams = [parse_upstream(url) for url in settings.upstreams]
+        tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
+        self.upstreams = Upstreams([Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams])
+        self.clients: set[ClientConnection] = set()
+        self.draining = False
+        self._errors_named: set[str] = set()
+        self._tick_due_ns = 0
+        self._second_due_ns = 0
+        self._counted: dict[str, int] = {}
+        self._server: asyncio.Server | None = None
+        self._metrics_server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket, metrics: socket.socket) -> None:
+        self._server = await self.loop.create_server(lambda: ClientConnection(self), sock=listener, backlog=4096)
+        self._metrics_server = await self.loop.create_unix_server(lambda: MetricsConnection(self), sock=metrics)
+        self._tick_due_ns = self.clock.monotonic_ns() + TICK_NS
+        self._tick()
+
+    def _tick(self) -> None:
+        now = self.clock.monotonic_ns()
+        lag = now - self._tick_due_ns
+        if lag > 0:
+            self.watch.loop_was_late(lag)
+        try:
+            self.watch.flush(now)
+            if now >= self._second_due_ns:
+                self._second_due_ns = now + NS_PER_S
+                self._sweep(now)
+        except Exception as error:
+            self.observer_failed(error)
+        self._tick_due_ns = self.clock.monotonic_ns() + TICK_NS
+        self.loop.call_later(TICK_NS / 1e9, self._tick)
+
+    def _sweep(self, now: int) -> None:
+        """Once a second: connections that nobody uses."""
+        self.upstreams.close_stale(now)
+        for client in list(self.clients):
+            if client.exchange is None:
+                patience = HEAD_TIMEOUT_NS if client.is_in_head else IDLE_TIMEOUT_NS
+                if self.draining or now - client.since_ns > patience:
+                    client.close()
+
+    def observer_failed(self, error: Exception) -> None:
+        """Counts what the observer raised. The kind and the place are printed once each; no message, which could
+        quote a body.
+        """
+        self.store.inc(PROBLEMS, 1, ("observer_error",))
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else "?"
+        name = f"{type(error).__name__} at {place}"
+        if name not in self._errors_named and len(self._errors_named) < 20:
+            self._errors_named.add(name)
+            sys.stderr.write(f"sidecar: observer error (counted, the stream goes on): {name}\n")
+
+    def snapshot(self, full: bool) -> bytes:
+        """Everything that this process counts, at one moment."""
+        recorder, labels = self.recorder, ("sidecar",)
+        for name, total in (
+            ("sloscope_journal_records_total", recorder.written),
+            ("sloscope_journal_dropped_total", recorder.lost),
+            ("sloscope_journal_bytes_total", recorder.bytes_written),
+        ):
+            if total != self.store.get(name, labels) or full:
+                self.store.set(name, total, labels)
+        self.store.set("sloscope_journal_late_begins_total", recorder.late_begins)
+        self.store.set("sloscope_journal_lag_seconds", recorder.lag_ns / 1e9, labels)
+        return self.store.drain(full)
+
+    async def drain(self) -> None:
+        """No new requests; those under way may end, for as long as `--drain` says."""
+        self.draining = True
+        assert self._server is not None and self._metrics_server is not None
+        self._server.close()
+        deadline = self.clock.monotonic_ns() + self.settings.drain_ns
+        while self._busy() and self.clock.monotonic_ns() < deadline:
+            await asyncio.sleep(0.02)
+        for client in list(self.clients):
+            if client.exchange is not None:
+                client.exchange.cut()
+            client.close()
+        for observation in list(self.watch.active.values()):
+            observation.ended("eof", "", False, self.clock.monotonic_ns(), recorder_lost=True)
+        await asyncio.sleep(0)
+        self._metrics_server.close()
+        self.recorder.close()
+
+    def _busy(self) -> bool:
+        for client in list(self.clients):
+            if client.exchange is None and not client.is_in_head:
+                client.close()
+        return any(client.exchange is not None for client in self.clients)
+
+
+class MetricsConnection(asyncio.Protocol):
+    """The control plane asks `full` or `changes`, a line; the answer is `INSTANCE FULL LENGTH`, a line, and the
+    payload of the store.
+    """
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._line = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._line += data
+        while b"\n" in self._line:
+            line, _, self._line = self._line.partition(b"\n")
+            full = line != b"changes"
+            payload = self._plane.snapshot(full)
+            self._transport.write(b"%b %d %d\n%b" % (self._plane.instance.encode(), full, len(payload), payload))
+        if len(self._line) > 64:
+            self._transport.abort()
+
+
+async def _end_of_stdin(stdin: asyncio.StreamReader) -> None:
+    while await stdin.read(4096):
+        pass
+
+
+async def run(settings: Settings, listen_fd: int, metrics_fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    loop.add_signal_handler(signal.SIGINT, stop.set)
+    stdin = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    orphaned = loop.create_task(_end_of_stdin(stdin))
+    orphaned.add_done_callback(lambda _: stop.set())
+    plane = DataPlane(settings, SystemClock(), loop)
+    await plane.start(socket.socket(fileno=listen_fd), socket.socket(fileno=metrics_fd))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    await stop.wait()
+    await plane.drain()
+    orphaned.cancel()
+
+
+def main() -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # the rest belongs to the loop
+        first = stdin.readline()
+    body = orjson.loads(first)
+    settings = Settings.from_json(body["settings"])
+    uvloop.run(run(settings, body["listen_fd"], body["metrics_fd"]))
+
+
+if __name__ == "__main__":
+    main()

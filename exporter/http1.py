@@ -1,0 +1,408 @@
+"""HTTP/1.1 without I/O: heads to structures and back, and body framings that tell where a body ends.
+
+Bodies are forwarded as the bytes that came, so a framing never re-writes them: it says how many of the bytes belong
+to the body and what the payload is. Heads are parsed by llhttp and written anew from what was understood, so that
+both neighbours understand the same.
+"""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from typing import NamedTuple
+
+import httptools
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 200
+MAX_TARGET_BYTES = 16 << 10
+_MAX_CHUNK_LINE = 4096
+_MAX_TRAILER_BYTES = 16 << 10
+
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+_DIGITS = re.compile(rb"[0-9]{1,18}")
+_HOP_BY_HOP = frozenset(
+    {b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"http2-settings", b"transfer-encoding"}
+)
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class MessageError(Exception):
+    """A message that must not be forwarded. `status` is what a client is told."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+# --- bodies ------------------------------------------------------------------------------------------------
+
+
+class NoBody:
+    complete = True
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        return b"", 0
+
+    def end_of_stream(self) -> bool:
+        return True
+
+
+class Sized:
+    """A body of a declared length."""
+
+    __slots__ = ("complete", "left")
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.complete = length == 0
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Payload and the number of bytes that belong to the body."""
+        if len(data) > self.left:
+            data = data[: self.left]
+        self.left -= len(data)
+        self.complete = self.left == 0
+        return data, len(data)
+
+    def end_of_stream(self) -> bool:
+        """Whether the body may end here."""
+        return self.complete
+
+
+class UntilClose:
+    """A body that the end of the connection ends, as HTTP/1.0 servers send it."""
+
+    __slots__ = ("complete",)
+
+    def __init__(self) -> None:
+        self.complete = False
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        return data, len(data)
+
+    def end_of_stream(self) -> bool:
+        self.complete = True
+        return True
+
+
+class Chunked:
+    """The chunked coding, read strictly: CRLF line ends only, hexadecimal sizes only."""
+
+    __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "complete")
+
+    #   5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n
+    #   line     |---left---|line  |---trailer----|     left counts the CRLF after the data, too
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._left = 0
+        self._line = b""
+        self._in_trailer = False
+        self._trailer_bytes = 0
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Payload and the number of bytes that belong to the body. Raises MessageError(400)."""
+        pieces: list[bytes] = []
+        at, size = 0, len(data)
+        while at < size and not self.complete:
+            if self._left:
+                at = self._data(data, at, pieces)
+                continue
+            end = data.find(b"\n", at) + 1
+            if end == 0:
+                self._line += data[at:]
+                at = size
+                if len(self._line) > _MAX_CHUNK_LINE:
+                    raise MessageError(400, "chunked body: a line is longer than 4096 bytes")
+                break
+            line = self._line + data[at:end] if self._line else data[at:end]
+            self._line = b""
+            at = end
+            if self._in_trailer:
+                self._trailer(line)
+            else:
+                self._size(line)
+        return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), at
+
+    def _data(self, data: bytes, at: int, pieces: list[bytes]) -> int:
+        payload = min(self._left - 2, len(data) - at)
+        if payload > 0:
+            pieces.append(data[at : at + payload])
+            self._left -= payload
+            at += payload
+        if self._left <= 2 and at < len(data):
+            ending = b"\r\n"[2 - self._left :]
+            got = data[at : at + self._left]
+            if not ending.startswith(got):
+                raise MessageError(400, "chunked body: a chunk does not end where its size says")
+            self._left -= len(got)
+            at += len(got)
+        return at
+
+    def _size(self, line: bytes) -> None:
+        match = _CHUNK_SIZE.fullmatch(line)
+        if match is None:
+            raise MessageError(400, "chunked body: a chunk size that is not hexadecimal with CRLF")
+        length = int(match[1], 16)
+        if length:
+            self._left = length + 2
+        else:
+            self._in_trailer = True
+
+    def _trailer(self, line: bytes) -> None:
+        self._trailer_bytes += len(line)
+        if not line.endswith(b"\r\n") or self._trailer_bytes > _MAX_TRAILER_BYTES:
+            raise MessageError(400, "chunked body: trailers that are malformed or above 16 KiB")
+        self.complete = line == b"\r\n"
+
+    def end_of_stream(self) -> bool:
+        return self.complete
+
+
+Body = NoBody | Sized | UntilClose | Chunked
+
+
+# --- heads -------------------------------------------------------------------------------------------------
+
+
+class RequestHead(NamedTuple):
+    method: bytes
+    target: bytes  # origin form: path and query
+    version: str
+    headers: Headers  # as sent, in order
+    body: Body
+    keep_alive: bool
+    expects_continue: bool
+
+    @property
+    def path(self) -> bytes:
+        return self.target.partition(b"?")[0]
+
+    def lowered(self) -> dict[str, str]:
+        """Names in lower case; of a repeated header the first."""
+        found: dict[str, str] = {}
+        for name, value in self.headers:
+            found.setdefault(name.lower().decode("latin-1"), value.decode("latin-1"))
+        return found
+
+
+class ResponseHead(NamedTuple):
+    status: int
+    reason: bytes
+    version: str
+    headers: Headers
+    body: Body
+    keep_alive: bool
+
+    def get(self, name: bytes) -> str:
+        return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name), "")
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.headers: Headers = []
+        self.target = b""
+        self.reason = b""
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.target += url
+
+    def on_status(self, reason: bytes) -> None:
+        self.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name, value.strip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+
+def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
+    """Index after the blank line, 0 while there is none. `searched` bytes were looked at before."""
+    at = buffer.find(b"\r\n\r\n", max(0, searched - 3))
+    return at + 4 if at >= 0 else 0
+
+
+def _only_crlf(head: bytes) -> bool:
+    # A bare CR or LF is a line end to some and not to others, which is how requests are smuggled.
+    lines = head.count(b"\r\n")
+    return head.count(b"\n") == lines and head.count(b"\r") == lines and b"\0" not in head
+
+
+def parse_request_head(head: bytes) -> RequestHead:
+    """`head` ends with its blank line. Raises MessageError with the status for the client."""
+    if not _only_crlf(head):
+        raise MessageError(400, "request head: line ends other than CRLF")
+    if head.find(b"\r\n") > MAX_TARGET_BYTES:
+        raise MessageError(414, "request line: longer than 16 KiB")
+    collector = _Collector()
+    parser = httptools.HttpRequestParser(collector)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserInvalidMethodError:
+        raise MessageError(501, "method: is not implemented") from None
+    except httptools.HttpParserError as error:
+        raise MessageError(400, f"request head: {error}") from None
+    if not collector.complete:
+        raise MessageError(400, "request head: is incomplete")
+    method, version, headers = parser.get_method(), parser.get_http_version(), collector.headers
+    if version not in ("1.0", "1.1"):
+        raise MessageError(505, f"HTTP version {version}: accepted: 1.0 and 1.1")
+    if method == b"CONNECT":
+        raise MessageError(501, "CONNECT: is refused")
+    if len(headers) > MAX_HEADERS:
+        raise MessageError(431, f"headers: {len(headers)}; accepted: at most {MAX_HEADERS}")
+    values = _values(headers)
+    if version == "1.1" and len(values.get(b"host", ())) != 1:
+        raise MessageError(400, "host: HTTP/1.1 needs exactly one")
+    if any(b"websocket" in value.lower() for value in values.get(b"upgrade", ())):
+        raise MessageError(501, "upgrade: is refused")
+    expects = [value.lower() for value in values.get(b"expect", ())]
+    if any(value != b"100-continue" for value in expects):
+        raise MessageError(417, "expect: accepted: 100-continue")
+    connection = _tokens(values.get(b"connection", ()))
+    return RequestHead(
+        method,
+        _origin_form(collector.target, method),
+        version,
+        headers,
+        _request_body(values, version),
+        keep_alive=version == "1.1" and b"close" not in connection,
+        expects_continue=bool(expects) and version == "1.1",
+    )
+
+
+def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
+    """`head` ends with its blank line. Raises MessageError(502)."""
+    if not _only_crlf(head):
+        raise MessageError(502, "response head: line ends other than CRLF")
+    collector = _Collector()
+    parser = httptools.HttpResponseParser(collector)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserError as error:
+        raise MessageError(502, f"response head: {error}") from None
+    if not collector.complete:
+        raise MessageError(502, "response head: is incomplete")
+    status, headers = parser.get_status_code(), collector.headers
+    values = _values(headers)
+    body = _response_body(values, status, method)
+    connection = _tokens(values.get(b"connection", ()))
+    version = parser.get_http_version()
+    keep_alive = b"close" not in connection and (version == "1.1" or b"keep-alive" in connection)
+    return ResponseHead(
+        status, collector.reason, version, headers, body, keep_alive and not isinstance(body, UntilClose)
+    )
+
+
+def _values(headers: Headers) -> dict[bytes, list[bytes]]:
+    values: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        values.setdefault(name.lower(), []).append(value)
+    return values
+
+
+def _tokens(values: list[bytes] | tuple[()]) -> set[bytes]:
+    return {token.strip().lower() for value in values for token in value.split(b",")}
+
+
+def _origin_form(target: bytes, method: bytes) -> bytes:
+    if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):
+        return target
+    scheme, separator, rest = target.partition(b"://")
+    if not separator or scheme.lower() not in (b"http", b"https"):
+        raise MessageError(400, "request target: accepted: a path")
+    _, slash, path = rest.partition(b"/")
+    return slash + path if slash else b"/"
+
+
+def _request_body(values: dict[bytes, list[bytes]], version: str) -> Body:
+    lengths, codings = values.get(b"content-length"), values.get(b"transfer-encoding")
+    if codings:
+        if lengths:
+            raise MessageError(400, "content-length: not beside transfer-encoding")
+        if version == "1.0":
+            raise MessageError(400, "transfer-encoding: not in HTTP/1.0")
+        if [coding.lower() for coding in codings] != [b"chunked"]:
+            raise MessageError(501, "transfer-encoding: accepted: chunked")
+        return Chunked()
+    if not lengths:
+        return NoBody()
+    if len(lengths) > 1:
+        raise MessageError(400, "content-length: is repeated")
+    return _sized(lengths[0], 400)
+
+
+def _sized(value: bytes, status: int) -> Sized:
+    if _DIGITS.fullmatch(value) is None:
+        raise MessageError(status, "content-length: is not a whole number")
+    return Sized(int(value))
+
+
+def _response_body(values: dict[bytes, list[bytes]], status: int, method: bytes) -> Body:
+    if method == b"HEAD" or status < 200 or status in (204, 304):
+        return NoBody()
+    lengths, codings = values.get(b"content-length"), values.get(b"transfer-encoding")
+    if codings:
+        if lengths or [coding.lower() for coding in codings] != [b"chunked"]:
+            raise MessageError(502, "transfer-encoding of the response: accepted: chunked, without content-length")
+        return Chunked()
+    if not lengths:
+        return UntilClose()
+    if len(set(lengths)) > 1:
+        raise MessageError(502, "content-length of the response: contradicts itself")
+    return _sized(lengths[0], 502)
+
+
+def _end_to_end(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """Without what concerns one hop only, the names listed in Connection included."""
+    named = _tokens([value for name, value in headers if name.lower() == b"connection"])
+    drop = _HOP_BY_HOP | dropped | named - {b"content-length", b"host", b"content-type"}
+    return [(name, value) for name, value in headers if name.lower() not in drop]
+
+
+def _encode(first: bytes, headers: Headers) -> bytes:
+    lines = [first, *(b"%b: %b" % pair for pair in headers), b"", b""]
+    return b"\r\n".join(lines)
+
+
+def encode_request(head: RequestHead, prefix: bytes, authority: bytes, extra: Headers) -> bytes:
+    """The head for the upstream: `extra` replaces headers of the same name."""
+    dropped = frozenset({b"host", b"expect", *(name.lower() for name, _ in extra)})
+    headers = [(b"host", authority), *_end_to_end(head.headers, dropped), *extra]
+    if isinstance(head.body, Chunked):
+        headers.append((b"transfer-encoding", b"chunked"))
+    return _encode(b"%b %b HTTP/1.1" % (head.method, prefix + head.target), headers)
+
+
+def encode_response(head: ResponseHead, extra: Headers, chunked: bool, close: bool) -> bytes:
+    headers = [*_end_to_end(head.headers, frozenset(name.lower() for name, _ in extra)), *extra]
+    if chunked:
+        headers.append((b"transfer-encoding", b"chunked"))
+    if close:
+        headers.append((b"connection", b"close"))
+    return _encode(b"HTTP/1.1 %d %b" % (head.status, head.reason), headers)
+
+
+def encode_error(status: int, text: str, extra: Headers, with_body: bool = True) -> bytes:
+    """A whole response in the error shape of the API that is observed; the connection ends with it."""
+    quoted = text.replace("\\", "\\\\").replace('"', '\\"')
+    body = b'{"error":{"message":"%b","type":"sloscope_sidecar","code":%d}}' % (quoted.encode(), status)
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *extra,
+        (b"connection", b"close"),
+    ]
+    try:
+        phrase = HTTPStatus(status).phrase.encode()
+    except ValueError:
+        phrase = b"Error"
+    return _encode(b"HTTP/1.1 %d %b" % (status, phrase), headers) + (body if with_body else b"")

@@ -1,0 +1,91 @@
+"""What the supervisor validated, and how a child process gets it."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from sloscope.errors import ConfigError
+from sloscope.records import ROLES
+
+OBSERVED = (b"/v1/chat/completions", b"/v1/completions")
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    url: str  # as given, without a trailing slash: the label of its series
+    host: str
+    port: int
+    tls: bool
+    prefix: bytes  # path before every request's own path
+    authority: bytes  # the Host header
+
+
+def parse_upstream(text: str) -> Upstream:
+    accepted = "accepted: http://HOST[:PORT][/PREFIX] or https://…"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--upstream: {text!r} is not a URL; {accepted}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"--upstream: {text!r} is not accepted; {accepted}")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ConfigError("--upstream: must not carry credentials, a query or a fragment; " + accepted)
+    if port == 0 or not text.isascii() or any(c.isspace() for c in text):
+        raise ConfigError(f"--upstream: {text!r} is not accepted; {accepted}")
+    tls = parts.scheme == "https"
+    path = parts.path.rstrip("/")
+    return Upstream(
+        url=f"{parts.scheme}://{parts.netloc}{path}",
+        host=parts.hostname,
+        port=port or (443 if tls else 80),
+        tls=tls,
+        prefix=path.encode(),
+        authority=parts.netloc.encode(),
+    )
+
+
+def tls_context(ca_file: str = "") -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=ca_file or None)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that both children need; `Settings(**json)` on their side."""
+
+    upstreams: tuple[str, ...]
+    contract: str  # TOML text or shorthand
+    contract_is_shorthand: bool
+    events: str
+    role: str
+    tenant_header: str
+    inspect_limit: int  # bytes of a request body that are looked at
+    drain_ns: int
+    max_label_values: int
+    ca_file: str
+    socket_path: str  # where the data plane hands its metrics to the control plane
+    sql_every_ns: int  # 0: off
+    token: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Settings:
+        return cls(**{**body, "upstreams": tuple(body["upstreams"])})
+
+
+def check_role(role: str) -> str:
+    if role not in ROLES:
+        raise ConfigError(f"--role: {role!r} is not accepted; accepted: {', '.join(ROLES)}")
+    return role
+
+
+def is_observed(path: bytes) -> bool:
+    """Whether requests of this path are judged: an OpenAI-compatible completion API under any prefix."""
+    return path.endswith(OBSERVED)
