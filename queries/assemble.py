@@ -1,0 +1,417 @@
+"""Requests to rows: the three observers side by side, their arrays, and the gaps worth judging."""
+
+import json
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from datetime import UTC, date, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from queries import tables
+from queries.alignment import NAMES, LateGaps, align, late_gaps
+from queries.decode import NULL_NS, NULL_TOKENS
+from queries.histories import Events, Request, Side, events_of, first_of, winner
+from queries.reduce import Grouped, Ints, Numbers, Optional, grouped, reduce_receipts
+from sloscope import records
+from sloscope.definitions import normalise_finish
+from sloscope.units import NS_PER_S
+
+_ARROW = {
+    "VARCHAR": pa.string(),
+    "BIGINT": pa.int64(),
+    "BOOLEAN": pa.bool_(),
+    "DOUBLE": pa.float64(),
+    "DATE": pa.date32(),
+    "INTEGER": pa.int32(),
+    "BIGINT[]": pa.list_(pa.int64()),
+    "INTEGER[]": pa.list_(pa.int32()),
+    "TINYINT[]": pa.list_(pa.int8()),
+}
+_OWN_LIMITS = ("ttft_ns", "ttft_visible_ns", "itl_max_ns", "tpot_ns", "e2e_ns")
+_BEGIN_TEXT = ("external_id", "retry_of", "model", "tenant", "class", "contract_hash")
+
+
+def arrow_schema(table: str) -> pa.Schema:
+    return pa.schema([(column.name, _ARROW[column.type]) for column in tables.columns(table)])
+
+
+@dataclass(slots=True)
+class Row:
+    """One request with the sides that its row shows."""
+
+    request: Request
+    sides: dict[str, Side]  # observer → side
+    waste_tokens: int | None
+    events: dict[str, Events]
+    set_aside: int  # recorders whose begin came second
+
+    @property
+    def ordered(self) -> list[Side]:
+        return [self.sides[observer] for observer in records.OBSERVERS if observer in self.sides]
+
+    @property
+    def arrival_at_ns(self) -> int:
+        return self.ordered[0].arrival_at_ns
+
+    @property
+    def arrival_date(self) -> date:
+        return datetime.fromtimestamp(self.arrival_at_ns // NS_PER_S, UTC).date()
+
+
+def row_of(request: Request) -> Row:
+    """The request as its row shows it. It must have begun."""
+    attempts: dict[str, dict[int, Side]] = {}
+    set_aside = 0
+    for observer, attempt, _, side, aside in request.sides():
+        attempts.setdefault(observer, {})[attempt] = side
+        set_aside += aside
+    chosen = {observer: winner(sides) for observer, sides in attempts.items()}
+    sides = {observer: attempts[observer][attempt] for observer, attempt in chosen.items()}
+    events = {observer: events_of(side) for observer, side in sides.items()}
+    row = Row(request, sides, None, events, set_aside)
+    stated = [side.end["hedge_waste_tokens"] for side in row.ordered if side.end and "hedge_waste_tokens" in side.end]
+    if stated:
+        row.waste_tokens = stated[0]
+    else:
+        for observer in records.OBSERVERS:
+            lost = [side for attempt, side in attempts.get(observer, {}).items() if attempt != chosen[observer]]
+            if lost:
+                row.waste_tokens = sum(_tokens(observer, side, events_of(side))[0] for side in lost)
+                break
+    return row
+
+
+def _tokens(observer: str, side: Side, events: Events) -> tuple[int, str]:
+    """Output tokens and where they come from; without a source each event is taken for one, and said so."""
+    end = side.end or {}
+    if "output_tokens" in end:
+        return end["output_tokens"], end.get("token_source", "assumed_one")
+    if observer == "engine" and events.tokens is not None:
+        return sum(dict(zip(events.choice, events.tokens, strict=True)).values()), "engine"
+    return len(events.t_ns), "assumed_one"
+
+
+class Assembly:
+    """Rows of one day, built column by column."""
+
+    def __init__(self, rows: list[Row], day: date) -> None:
+        self._rows = rows
+        self._day = day
+        self._requests: dict[str, Any] = {}
+        self._chunks: dict[str, Any] = {}
+        self._flat = {observer: _Flat(rows, observer) for observer in records.OBSERVERS}
+        self._gaps: list[pa.Table] = []
+        self.lost_events = sum(events.lost for row in rows for events in row.events.values())
+        self.repeated = sum(events.repeated for row in rows for events in row.events.values())
+        self.repeated += sum(row.set_aside for row in rows)
+
+    def tables(self) -> dict[str, pa.Table]:
+        self._common()
+        for observer in records.OBSERVERS:
+            self._observer(observer)
+        self._client()
+        self._sidecar()
+        self._engine()
+        for observer in ("client", "sidecar"):
+            self._align(observer)
+        gaps = pa.concat_tables(self._gaps)
+        return {
+            "requests": _table("requests", self._requests),
+            "chunks": _table("chunks", self._chunks),
+            "late_gaps": gaps,
+            "sources": self._sources(),
+        }
+
+    def _each(self, value: Callable[[Row], Any]) -> list[Any]:
+        return [value(row) for row in self._rows]
+
+    def _side(self, observer: str, value: Callable[[Side], Any]) -> list[Any]:
+        sides = [row.sides.get(observer) for row in self._rows]
+        return [None if side is None else value(side) for side in sides]
+
+    def _begin(self, observer: str, name: str) -> list[Any]:
+        return self._side(observer, lambda side: side.begin.get(name))  # type: ignore[union-attr]
+
+    def _end(self, observer: str, name: str) -> list[Any]:
+        return self._side(observer, lambda side: side.end.get(name) if side.end is not None else None)
+
+    def _common(self) -> None:
+        out = self._requests
+        sides = self._each(lambda row: row.ordered)
+        out["request_id"] = self._each(lambda row: row.request.request_id)
+        out["arrival_date"] = [self._day] * len(self._rows)
+        out["arrival_at_ns"] = self._each(lambda row: row.arrival_at_ns)
+        for name in (*_BEGIN_TEXT, "streaming", "n_choices", "max_tokens", "stop_after"):
+            out[name] = [first_of(each, name) for each in sides]
+        own = [first_of(each, "own_limits") or {} for each in sides]
+        for name in _OWN_LIMITS:
+            out[f"own_{name}"] = [limits.get(name) for limits in own]
+        out["prompt_tokens"] = [_prompt_tokens(each) for each in sides]
+        labels = [first_of(each, "labels") for each in sides]
+        out["labels"] = [None if found is None else json.dumps(found, sort_keys=True) for found in labels]
+        for name in ("warmup", "length_forced"):
+            out[name] = [_label(each, name) for each in sides]
+        out["hedge_waste_tokens"] = self._each(lambda row: row.waste_tokens)
+        self._chunks["request_id"] = out["request_id"]
+        self._chunks["arrival_date"] = out["arrival_date"]
+
+    def _observer(self, observer: str) -> None:
+        out, flat = self._requests, self._flat[observer]
+        totals = [
+            None if row.sides.get(observer) is None else _tokens(observer, row.sides[observer], row.events[observer])
+            for row in self._rows
+        ]
+        tokens = [None if total is None else total[0] for total in totals]
+        n_choices = np.array([first_of(row.ordered, "n_choices") or 1 for row in self._rows], dtype=np.int64)
+        start = self._side(observer, lambda side: side.start_ns)
+        end = self._end(observer, "end_ns")
+        starts = np.array([stamp or 0 for stamp in start], dtype=np.int64)
+        numbers = reduce_receipts(
+            flat.groups, flat.counts, starts, flat.types, n_choices, tokens, flat.event_tokens(observer)
+        )
+        for field in fields(Numbers):
+            value = getattr(numbers, field.name)
+            if isinstance(value, Optional):
+                out[f"{observer}_{field.name}"] = pa.array(value.values, mask=~value.known)
+        ends = [_ending(row, observer) for row in self._rows]
+        columns = {
+            "observed": self._each(lambda row: observer in row.sides),
+            "role": self._begin(observer, "role"),
+            "clock_id": self._begin(observer, "clock_id"),
+            "arrival_at_ns": self._side(observer, lambda side: side.arrival_at_ns),
+            "end_at_ns": self._side(observer, lambda side: side.end_at_ns),
+            "start_ns": start,
+            "end_ns": end,
+            "stream_end_ns": [None if e is None else e - s for s, e in zip(start, end, strict=True)],
+            "events": pa.array(numbers.events, mask=~flat.observed),
+            "tokens": tokens,
+            "token_source": [None if total is None else total[1] for total in totals],
+            "outcome": [outcome for outcome, _ in ends],
+            "reason": [reason for _, reason in ends],
+            "finish_reason": self._side(observer, _finish),
+            "http_status": self._end(observer, "http_status"),
+            "loop_lag_max_ns": self._end(observer, "loop_lag_max_ns"),
+            "consumer_hold_ns": self._end(observer, "consumer_hold_ns"),
+        }
+        out.update({f"{observer}_{name}": values for name, values in columns.items()})
+
+    def _client(self) -> None:
+        out, flat = self._requests, self._flat["client"]
+        send = out["client_start_ns"]
+        intended = self._begin("client", "intended_ns")
+        first = out["client_first_ns"].to_pylist()
+        out["client_intended_ns"] = intended
+        out["client_dispatch_lag_ns"] = _differences(send, intended)
+        out["client_ttft_intended_ns"] = _differences(first, intended)
+        self._arrays("client", flat, {"t_ns": flat.t_ns})
+
+    def _sidecar(self) -> None:
+        out, flat = self._requests, self._flat["sidecar"]
+        out["sidecar_body_complete_ns"] = self._begin("sidecar", "body_complete_ns")
+        out["sidecar_upstream_first_ns"] = flat.first(flat.t_ns)
+        out["sidecar_forwarded_first_ns"] = flat.first(flat.delivery["forwarded_ns"])
+        self._arrays("sidecar", flat, {"t_ns": flat.t_ns, "forwarded_ns": flat.delivery["forwarded_ns"]})
+
+    def _engine(self) -> None:
+        out, flat = self._requests, self._flat["engine"]
+        out["engine_body_complete_ns"] = self._begin("engine", "body_complete_ns")
+        states = self._each(lambda row: row.request.states)
+        for column, state in (("queued", "WAITING"), ("prefill_start", "PREFILL")):
+            at = [[s["at_ns"] for s in each if s["to_state"] == state] for each in states]
+            out[f"engine_{column}_ns"] = [min(stamps, default=None) for stamps in at]
+        counts = [sum(s["to_state"] == "PREEMPTED" for s in each) if each else None for each in states]
+        out["engine_preemptions"] = counts
+        for name in ("abort_seen_ns", "kv_freed_ns"):
+            found = [[late[name] for late in row.request.late if name in late] for row in self._rows]
+            out[f"engine_{name}"] = [min(stamps, default=None) for stamps in found]
+        handed, written = flat.delivery["handed_ns"], flat.delivery["written_ns"]
+        for name, stamps in (("computed", flat.t_ns), ("handed", handed), ("written", written)):
+            out[f"engine_first_{name}_ns"] = flat.first(stamps)
+        self._arrays("engine", flat, {"computed_ns": flat.t_ns, "handed_ns": handed, "written_ns": written})
+
+    def _arrays(self, observer: str, flat: "_Flat", stamps: dict[str, Ints]) -> None:
+        out = self._chunks
+        for name, values in stamps.items():
+            out[f"{observer}_{name}"] = flat.lists(values, pa.int64(), NULL_NS, whole=name in ("t_ns", "computed_ns"))
+        out[f"{observer}_choice"] = flat.lists(flat.choice, pa.int32(), None, whole=True)
+        if observer == "engine":
+            out["engine_cum_tokens"] = flat.lists(flat.tokens, pa.int32(), NULL_TOKENS, whole=True)
+        else:
+            out[f"{observer}_type"] = flat.lists(flat.types, pa.int8(), None, whole=True)
+            out[f"{observer}_tokens"] = flat.lists(flat.tokens, pa.int32(), NULL_TOKENS, whole=False)
+
+    def _align(self, observer: str) -> None:
+        ours, engine = self._flat[observer], self._flat["engine"]
+        clocks = zip(self._begin(observer, "clock_id"), self._begin("engine", "clock_id"), strict=True)
+        same_clock = np.array([a is not None and a == b for a, b in clocks], dtype=bool)
+        both = ours.observed & engine.observed
+        completed = np.array([o == "completed" for o in self._requests[f"{observer}_outcome"]], dtype=bool)
+        aligned = align(
+            ours.groups,
+            ours.groups.ordered(ours.tokens),
+            engine.groups,
+            engine.groups.ordered(engine.tokens),
+            usable=both & ours.unbroken & engine.unbroken,
+            completed=completed,
+            same_clock=same_clock,
+        )
+        names = pa.array([NAMES[how] for how in aligned.how], mask=~both)
+        self._requests[f"{observer}_alignment"] = names
+        gaps = late_gaps(ours.groups, engine.groups.t_ns, aligned.emitted)
+        self._gaps.append(self._gap_table(observer, gaps, names, both, same_clock))
+
+    def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
+        ids = pa.array(self._requests["request_id"], pa.string())
+        row = pa.array(gaps.row)
+        one_clock = same_clock[gaps.row]
+        emitted = gaps.aligned
+        return _table(
+            "late_gaps",
+            {
+                "request_id": ids.take(row),
+                "arrival_date": [self._day] * len(gaps.row),
+                "observer": [observer] * len(gaps.row),
+                "choice": gaps.choice,
+                "ordinal": gaps.ordinal,
+                "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
+                "prev_ns": pa.array(gaps.prev_ns, mask=~gaps.has_prev),
+                "at_ns": gaps.at_ns,
+                "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
+                "emit_prev_ns": pa.array(gaps.emit_prev_ns, mask=~gaps.prev_aligned),
+                "emit_at_ns": pa.array(gaps.emit_at_ns, mask=~emitted),
+                "emit_gap_ns": pa.array(gaps.emit_at_ns - gaps.emit_prev_ns, mask=~gaps.prev_aligned),
+                "hold_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~(emitted & one_clock)),
+                "prev_hold_ns": pa.array(gaps.prev_ns - gaps.emit_prev_ns, mask=~(gaps.prev_aligned & one_clock)),
+                "together": gaps.together,
+                "emit_together": pa.array(gaps.emit_together, mask=~emitted),
+                "same_clock": pa.array(one_clock, mask=~both[gaps.row]),
+                "alignment": names.take(row),
+            },
+        )
+
+    def _sources(self) -> pa.Table:
+        out: dict[str, list] = {column.name: [] for column in tables.SOURCES}
+        for row in self._rows:
+            for journal, spans in row.request.sources.items():
+                flat = np.frombuffer(spans, dtype=np.int64).reshape(-1, 3)
+                out["request_id"].append(row.request.request_id)
+                out["journal"].append(journal)
+                for name, values in zip(("starts", "ends", "wall_offsets"), flat.T, strict=True):
+                    out[name].append(values)
+        return _table("sources", out)
+
+
+class _Flat:
+    """The events of one observer, the rows one after another."""
+
+    def __init__(self, rows: list[Row], observer: str) -> None:
+        none = Events()
+        each = [row.events.get(observer, none) for row in rows]
+        t_ns, choice, types, tokens = array("q"), array("i"), bytearray(), array("i")
+        delivery = {name: array("q") for name in _DELIVERY[observer]}
+        for events in each:
+            count = len(events.t_ns)
+            t_ns += events.t_ns
+            choice += events.choice
+            types += events.types
+            tokens += array("i", [NULL_TOKENS]) * count if events.tokens is None else events.tokens
+            for name, joined in delivery.items():
+                joined += events.delivery.get(name) or array("q", [NULL_NS]) * count
+        self.counts = np.array([len(events.t_ns) for events in each], dtype=np.int64)
+        self.observed = np.array([observer in row.sides for row in rows], dtype=bool)
+        self.unbroken = np.array([events.lost == 0 for events in each], dtype=bool)
+        self.t_ns = np.frombuffer(t_ns, dtype=np.int64)
+        self.choice = np.frombuffer(choice, dtype=np.int32).astype(np.int64)
+        self.types = np.frombuffer(types, dtype=np.int8)
+        self.tokens = np.frombuffer(tokens, dtype=np.int32).astype(np.int64)
+        self.delivery = {name: np.frombuffer(values, dtype=np.int64) for name, values in delivery.items()}
+        self.groups: Grouped = grouped(self.counts, self.t_ns, self.choice)
+
+    @property
+    def _offsets(self) -> Ints:
+        return np.concatenate(([0], np.cumsum(self.counts)))
+
+    def event_tokens(self, observer: str) -> Ints:
+        """Tokens of each event in the order of receipt; negative where not known."""
+        if observer != "engine":
+            return self.tokens
+        cumulative = self.groups.ordered(self.tokens)
+        each = np.diff(cumulative, prepend=0)
+        each[self.groups.start] = cumulative[self.groups.start]
+        if self.groups.order is None:
+            return each
+        back = np.empty_like(each)
+        back[self.groups.order] = each
+        return back
+
+    def first(self, values: Ints) -> pa.Array:
+        """The value of each row's first event."""
+        has = self.counts > 0
+        found = np.full(len(has), NULL_NS)
+        found[has] = values[self._offsets[:-1][has]]
+        return pa.array(found, mask=found == NULL_NS)
+
+    def lists(self, values: Any, type_: pa.DataType, null: int | None, *, whole: bool) -> pa.Array:
+        """One list a row. NULL when not observed and, unless `whole`, when no value of the row is known."""
+        known = self.observed
+        mask = None if null is None else values == null
+        if mask is not None and not whole:
+            has_value = np.add.reduceat(~mask, self._offsets[:-1][self.counts > 0]) if mask.size else None
+            some = np.zeros(len(self.counts), dtype=bool)
+            if has_value is not None:
+                some[self.counts > 0] = has_value > 0
+            known = known & some
+        kept = np.repeat(known, self.counts)
+        items = pa.array(values[kept], type_, mask=None if mask is None else mask[kept])
+        offsets = np.concatenate(([0], np.cumsum(np.where(known, self.counts, 0)))).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), items, mask=pa.array(~known))
+
+
+_DELIVERY = {"client": (), "sidecar": ("forwarded_ns",), "engine": ("handed_ns", "written_ns")}
+
+
+def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:
+    """Outcome and reason at the observer. A late reason refines `disconnect`, nothing else."""
+    side = row.sides.get(observer)
+    if side is None or side.end is None:
+        return None, None
+    outcome, reason = side.end["outcome"], side.end.get("reason", "")
+    if (outcome, reason) == ("cancelled", "disconnect"):
+        for late in row.request.late:
+            if late["observer"] == observer and "outcome" in late:
+                return late["outcome"], late.get("reason", "")
+    return outcome, reason
+
+
+def _finish(side: Side) -> str | None:
+    """One word where the choices agree; an end without a reason is null in the record and left out."""
+    sent = [normalise_finish(reason) for reason in (side.end or {}).get("finish_reason", ()) if reason is not None]
+    return None if not sent else sent[0] if len(set(sent)) == 1 else ",".join(sent)
+
+
+def _prompt_tokens(sides: list[Side]) -> int | None:
+    """From a usage, else as the request was begun."""
+    counted = next((s.end["prompt_tokens"] for s in sides if s.end is not None and "prompt_tokens" in s.end), None)
+    return first_of(sides, "prompt_tokens") if counted is None else counted
+
+
+def _label(sides: list[Side], name: str) -> bool:
+    labels = [side.begin["labels"] for side in sides if side.begin is not None and "labels" in side.begin]
+    return next((bool(each[name]) for each in labels if name in each), False)
+
+
+def _differences(ours: list[int | None], zero: list[int | None]) -> list[int | None]:
+    return [None if a is None or b is None else a - b for a, b in zip(ours, zero, strict=True)]
+
+
+def _table(name: str, values: dict[str, Any]) -> pa.Table:
+    schema = arrow_schema(name)
+    arrays = []
+    for field in schema:
+        value = values[field.name]
+        array_ = value if isinstance(value, (pa.Array, pa.ChunkedArray)) else pa.array(value, field.type)
+        arrays.append(array_.cast(field.type) if array_.type != field.type else array_)
+    return pa.table(arrays, schema=schema)

@@ -1,0 +1,195 @@
+"""The records of one request, from every observer, put together.
+
+A side is one attempt of a request at one observer. If two recorders began the same side (a receipt that was journaled
+and posted), the one that arrived first stands and the other is counted; what a recorder without a begin adds (a
+restarted process, a recovery) completes it.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from queries.decode import NULL_NS, NULL_TOKENS
+from queries.intake import Line, arrival_stamp
+from sloscope import records
+
+_STAMPS = {"chunks": "t_ns", "emit": "computed_ns"}
+_TOKENS = {"chunks": "tokens", "emit": "cum_tokens"}
+_DELIVERY = {"chunks": ("forwarded_ns",), "emit": ("handed_ns", "written_ns")}
+
+
+@dataclass(slots=True)
+class Side:
+    """One attempt at one observer, or what one recorder wrote of it."""
+
+    begin: records.Record | None = None
+    end: records.Record | None = None
+    begin_wall_offset: int = 0
+    end_wall_offset: int = 0
+    batches: list[records.Record] = field(default_factory=list)
+
+    @property
+    def start_ns(self) -> int:
+        """Send or arrived: the zero of every latency."""
+        assert self.begin is not None
+        name = "send_ns" if "send_ns" in self.begin else "arrived_ns"
+        return int(self.begin[name])
+
+    @property
+    def arrival_at_ns(self) -> int:
+        assert self.begin is not None
+        return arrival_stamp(self.begin) + self.begin_wall_offset
+
+    @property
+    def end_at_ns(self) -> int | None:
+        return None if self.end is None else int(self.end["end_ns"]) + self.end_wall_offset
+
+    @property
+    def last_stamp_ns(self) -> int:
+        """The last stamp seen of this side."""
+        stamps = [self.start_ns, *(self.begin[n] for n in ("body_complete_ns",) if self.begin and n in self.begin)]
+        for batch in self.batches:
+            for name in (_STAMPS[batch["kind"]], *_DELIVERY[batch["kind"]]):
+                stamps += batch.get(name, ())[-1:]
+        return max(stamps)
+
+
+@dataclass(slots=True)
+class Events:
+    """The output events of one side, in the order of receipt. `lost` events were recorded by nobody."""
+
+    t_ns: "array[int]" = field(default_factory=lambda: array("q"))
+    choice: "array[int]" = field(default_factory=lambda: array("i"))
+    types: bytearray = field(default_factory=bytearray)
+    tokens: "array[int] | None" = field(default_factory=lambda: array("i"))  # engine: cumulative per choice
+    delivery: "dict[str, array[int]]" = field(default_factory=dict)
+    lost: int = 0
+    repeated: int = 0
+
+
+def events_of(side: Side) -> Events:
+    """Batches joined by their position; a repeated position keeps what came first."""
+    events = Events()
+    batches = side.batches
+    if any(a["ordinal0"] > b["ordinal0"] for a, b in itertools.pairwise(batches)):
+        batches = sorted(batches, key=lambda batch: batch["ordinal0"])
+    expected = 0
+    token_source = any(_TOKENS[batch["kind"]] in batch for batch in batches)
+    names = {name for batch in batches for name in _DELIVERY[batch["kind"]] if name in batch}
+    events.delivery = {name: array("q") for name in sorted(names)}
+    for batch in batches:
+        kind, position = batch["kind"], batch["ordinal0"]
+        stamps = batch[_STAMPS[kind]]
+        count = len(stamps)
+        skip = min(max(expected - position, 0), count)
+        events.lost += max(position - expected, 0)
+        events.repeated += skip
+        expected = max(expected, position + count)
+        events.t_ns += stamps[skip:]
+        events.choice += batch["choice"][skip:]
+        events.types += batch["type"][skip:] if kind == "chunks" else bytes(count - skip)
+        if token_source:
+            tokens = batch.get(_TOKENS[kind])
+            events.tokens += array("i", [NULL_TOKENS]) * (count - skip) if tokens is None else tokens[skip:]
+        for name, joined in events.delivery.items():
+            joined += batch[name][skip:] if name in batch else array("q", [NULL_NS]) * (count - skip)
+    if not token_source:
+        events.tokens = None
+    return events
+
+
+class Request:
+    """Everything that the journals say of one request id."""
+
+    __slots__ = ("attempts", "in_tables", "last_wall_ns", "late", "receipts", "request_id", "sources", "states")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.attempts: dict[tuple[str, int], dict[str, Side]] = {}  # (observer, attempt) → writer → side
+        self.late: list[records.Record] = []
+        self.states: list[records.Record] = []
+        self.sources: dict[str, array[int]] = {}  # journal → start, end, wall_offset of each line
+        self.receipts = 0
+        self.last_wall_ns = 0
+        self.in_tables: bool | None = None  # whether final files hold a row of it; None: not looked up
+
+    def add(self, line: Line) -> None:
+        record = line.record
+        kind = record["kind"]
+        self.sources.setdefault(line.journal, array("q")).extend((line.start, line.end, line.wall_offset))
+        if kind == "state":
+            self.states.append(record)
+            return
+        if kind == "late":
+            self.late.append(record)
+            return
+        if kind == "decision":
+            return
+        writers = self.attempts.setdefault((line.observer, record.get("attempt", 0)), {})
+        side = writers.get(line.writer)
+        if side is None:
+            side = writers[line.writer] = Side()
+        if kind == "begin":
+            if side.begin is None:
+                side.begin, side.begin_wall_offset = record, line.wall_offset
+            self.last_wall_ns = max(self.last_wall_ns, arrival_stamp(record) + line.wall_offset)
+        elif kind == "end":
+            if side.end is None:
+                side.end, side.end_wall_offset = record, line.wall_offset
+            self.last_wall_ns = max(self.last_wall_ns, record["end_ns"] + line.wall_offset)
+        else:
+            side.batches.append(record)
+            self.receipts += len(record["choice"])
+
+    @property
+    def begun(self) -> bool:
+        return any(side.begin is not None for writers in self.attempts.values() for side in writers.values())
+
+    def sides(self) -> Iterator[tuple[str, int, str, Side, int]]:
+        """(observer, attempt, writer, side, recorders that were set aside) of every attempt that began."""
+        for (observer, attempt), writers in sorted(self.attempts.items()):
+            if len(writers) == 1:
+                ((writer, side),) = writers.items()
+                if side.begin is not None:
+                    yield observer, attempt, writer, side, 0
+                continue
+            begun = [(s.arrival_at_ns, w) for w, s in writers.items() if s.begin is not None]
+            if not begun:
+                continue
+            writer = min(begun)[1]
+            rest = [side for side in writers.values() if side.begin is None]
+            yield observer, attempt, writer, _complete(writers[writer], rest), len(begun) - 1
+
+    def open_sides(self) -> Iterator[tuple[str, int, str, Side]]:
+        for observer, attempt, writer, side, _ in self.sides():
+            if side.end is None:
+                yield observer, attempt, writer, side
+
+    def settled(self, horizon_ns: int, settle_ns: int) -> bool:
+        """Every observer that began it has ended, and long enough ago that the others would have begun."""
+        return self.begun and self.last_wall_ns + settle_ns <= horizon_ns and next(self.open_sides(), None) is None
+
+
+def _complete(side: Side, rest: list[Side]) -> Side:
+    """The side with what recorders without a begin add to it. A stamp of theirs is placed by the begin's anchor."""
+    ends = [other for other in rest if other.end is not None]
+    # A true end goes before a recovery's.
+    ends.sort(key=lambda other: (other.end or {}).get("reason") == "recorder_lost")
+    whole = Side(side.begin, side.end, side.begin_wall_offset, side.end_wall_offset, list(side.batches))
+    if whole.end is None and ends:
+        whole.end, whole.end_wall_offset = ends[0].end, side.begin_wall_offset
+    for other in rest:
+        whole.batches += other.batches
+    return whole
+
+
+def winner(sides: dict[int, Side]) -> int:
+    """Which attempt the consumer got: the completed one, else the first."""
+    return min(sides, key=lambda attempt: ((sides[attempt].end or {}).get("outcome") != "completed", attempt))
+
+
+def first_of(sides: list[Side], name: str) -> Any:
+    """The begin field of the first side that has it."""
+    return next((side.begin[name] for side in sides if side.begin is not None and name in side.begin), None)

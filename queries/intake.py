@@ -1,0 +1,256 @@
+"""Journals read in step: every file from where the last pass stopped, the one that lags furthest behind first.
+
+A request's records stand in several files. Reading them in step lets compaction write what is complete before
+everything is read, so that its memory does not grow with the journals.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from queries.decode import decode
+from sloscope import records
+from sloscope.clock import Anchor
+from sloscope.errors import RecordError
+from sloscope.journal import is_live, journal_files
+
+BLOCK = 4 << 20
+KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
+KEPT_PROBLEMS = 20
+_STAMP = {"state": "at_ns", "decision": "at_ns", "end": "end_ns", "step": "start_ns"}
+
+
+class Line(NamedTuple):
+    """One record and its place. `wall_offset` is wall minus monotonic time by the last anchor before its stamp."""
+
+    record: records.Record
+    journal: str  # relative to the events directory
+    writer: str  # observer/boot-pid-start: the same for every file of one writer
+    observer: str
+    clock_id: str
+    start: int
+    end: int
+    wall_offset: int
+
+
+@dataclass(slots=True)
+class Problems:
+    """What had to be skipped: counted in full, named up to a limit."""
+
+    bad_lines: int = 0
+    torn: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, text: str) -> None:
+        if len(self.named) < KEPT_PROBLEMS:
+            self.named.append(text)
+
+
+def arrival_stamp(begin: records.Record) -> int:
+    """Intended if scheduled, else send or arrived."""
+    for name in ("intended_ns", "send_ns", "arrived_ns"):
+        if name in begin:
+            return int(begin[name])
+    raise AssertionError("a checked begin has a stamp")
+
+
+def writer_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem.rpartition('-')[0] or path.stem}"
+
+
+def _sequence(path: Path) -> tuple[int, str]:
+    number = path.stem.rpartition("-")[2]
+    return (int(number) if number.isdecimal() else 0, path.name)
+
+
+class Chain:
+    """The files of one writer in the order in which they were written."""
+
+    def __init__(
+        self, events: Path, paths: list[Path], consumed: dict[str, int], anchors: dict[str, list], problems: Problems
+    ) -> None:
+        self.writer = writer_of(paths[0])
+        self.observer = paths[0].parent.name
+        # Asked before reading: what is written after this question is read in the next pass.
+        self.live = any([is_live(path) for path in paths])
+        self.horizon = 0  # wall time up to which this writer has been read
+        self._events = events
+        self._paths = sorted(paths, key=_sequence)
+        self._consumed = consumed
+        self._kept = anchors
+        self._problems = problems
+
+    def blocks(self) -> Iterator[list[Line]]:
+        for index, path in enumerate(self._paths):
+            whole = index + 1 < len(self._paths) or not self.live
+            yield from self._file(path, whole)
+
+    def _file(self, path: Path, whole: bool) -> Iterator[list[Line]]:
+        name = str(path.relative_to(self._events))
+        offset = self._consumed.get(name, 0)
+        self._consumed.setdefault(name, 0)
+        size = path.stat().st_size
+        if size < offset:
+            self._problems.add(f"{name}: {size} bytes, but {offset} were read before; the file was cut")
+            return
+        if size == offset:
+            return
+        place = _Anchors(self._kept.get(name, []))
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            rest = b""
+            while offset < size:
+                block = file.read(min(BLOCK, size - offset - len(rest)))
+                data = rest + block
+                end = data.rfind(b"\n") + 1
+                lines = self._lines(name, data[:end], offset, place)
+                offset += end
+                rest = data[end:]
+                self._consumed[name] = offset
+                self._kept[name] = place.kept()
+                yield lines
+                if not block:
+                    break
+                if offset + len(rest) >= size:
+                    break
+        if rest and whole:
+            # Nobody will finish this line.
+            self._problems.torn += 1
+            self._problems.add(f"{name} at byte {offset}: torn line of {len(rest)} bytes")
+            self._consumed[name] = offset + len(rest)
+
+    def _lines(self, name: str, data: bytes, offset: int, place: "_Anchors") -> list[Line]:
+        lines = []
+        for text in data.split(b"\n")[:-1]:
+            start = offset
+            offset += len(text) + 1
+            if not text:
+                continue
+            try:
+                record = decode(text)
+                line = self._place(record, name, start, offset, place)
+            except (ValueError, RecordError) as error:
+                self._problems.bad_lines += 1
+                why = str(error) if isinstance(error, RecordError) else "not JSON"
+                self._problems.add(f"{name} at byte {start}: {why}")
+                continue
+            if line is not None:
+                lines.append(line)
+        return lines
+
+    def _place(self, record: records.Record, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
+        kind = record["kind"]
+        if kind == "clock":
+            place.add(record)
+            self.horizon = max(self.horizon, record["wall_ns"])
+            return None
+        if kind in ("chunks", "emit") and (kind == "emit") != (self.observer == "engine"):
+            raise RecordError(f"kind: {kind!r} does not belong to observer {self.observer!r}")
+        if kind == "begin" and record["observer"] != self.observer:
+            raise RecordError(f"begin.observer: {record['observer']!r} in a journal of {self.observer!r}")
+        wall_offset = 0
+        if kind == "begin" or kind in _STAMP:
+            stamp = arrival_stamp(record) if kind == "begin" else record[_STAMP[kind]]
+            anchor = place.before(stamp)
+            if anchor is None:
+                raise RecordError(f"{kind}: stands before the first clock record of its file")
+            wall_offset = anchor.wall_ns - anchor.mono_ns
+            self.horizon = max(self.horizon, stamp + wall_offset)
+        return Line(record, name, self.writer, self.observer, place.clock_id, start, end, wall_offset)
+
+
+class _Anchors:
+    """The clock records of one file, in the order of the file."""
+
+    def __init__(self, kept: list) -> None:
+        self._anchors = [Anchor(mono, wall) for mono, wall in kept[1:]]
+        self._stamps = [anchor.mono_ns for anchor in self._anchors]
+        self.clock_id: str = kept[0] if kept else ""
+
+    def add(self, record: records.Record) -> None:
+        self._anchors.append(Anchor(record["mono_ns"], record["wall_ns"]))
+        self._stamps.append(record["mono_ns"])
+        self.clock_id = record["clock_id"]
+
+    def before(self, stamp_ns: int) -> Anchor | None:
+        """The last anchor at or before the stamp; the first one for a stamp that is older than the file."""
+        if not self._anchors:
+            return None
+        return self._anchors[max(bisect_right(self._stamps, stamp_ns) - 1, 0)]
+
+    def kept(self) -> list:
+        return [self.clock_id, *(list(anchor) for anchor in self._anchors[-KEPT_ANCHORS:])]
+
+
+class Intake:
+    """Every journal of a directory from the consumed offsets on.
+
+    `consumed` and `anchors` are updated in place as blocks are handed out; `dead_writers` held before anything was
+    read, so a writer in it will never say more than what is read here.
+    """
+
+    def __init__(self, events: Path, consumed: dict[str, int], anchors: dict[str, list], problems: Problems) -> None:
+        self.problems = problems
+        self._events = events
+        self._consumed = consumed
+        self._anchors = anchors
+        self._seen: set[Path] = set()
+        self._chains: list[Chain] = []
+        self._waiting = self._open()
+
+    def _open(self) -> list[Chain]:
+        by_writer: dict[str, list[Path]] = {}
+        for path in journal_files(self._events):
+            if path not in self._seen and path.parent.name in records.OBSERVERS:
+                by_writer.setdefault(writer_of(path), []).append(path)
+                self._seen.add(path)
+        opened = [
+            Chain(self._events, paths, self._consumed, self._anchors, self.problems) for paths in by_writer.values()
+        ]
+        self._chains += opened
+        return opened
+
+    @property
+    def unread_bytes(self) -> int:
+        names = [(path, str(path.relative_to(self._events))) for path in self._seen]
+        return sum(max(path.stat().st_size - self._consumed.get(name, 0), 0) for path, name in names)
+
+    @property
+    def dead_writers(self) -> set[str]:
+        return {chain.writer for chain in self._chains if not chain.live} - {
+            chain.writer for chain in self._chains if chain.live
+        }
+
+    def blocks(self) -> Iterator[tuple[list[Line], int]]:
+        """Lines, and the wall time up to which every journal that is still being read has been read.
+
+        A second call reads the files that were made since the first.
+        """
+        chains = self._waiting or self._open()
+        self._waiting = []
+        heap = [(chain.horizon, number, chain, chain.blocks()) for number, chain in enumerate(chains)]
+        heapq.heapify(heap)
+        while heap:
+            _, number, chain, blocks = heapq.heappop(heap)
+            lines = next(blocks, None)
+            if lines is None:
+                continue
+            heapq.heappush(heap, (chain.horizon, number, chain, blocks))
+            yield lines, heap[0][0]
+
+    def new_files_of(self, writer: str) -> bool:
+        """Whether the writer has files that were not there when reading began: it was between two files, not dead."""
+        return any(writer_of(path) == writer and path not in self._seen for path in journal_files(self._events))
+
+
+def read_lines(events: Path, journal: str, spans: list[tuple[int, int, int]]) -> Iterator[Line]:
+    """Lines read before, by (start, end, wall_offset)."""
+    path = Path(events) / journal
+    with open(path, "rb") as file:
+        for start, end, wall_offset in spans:
+            file.seek(start)
+            record = decode(file.read(end - start))
+            yield Line(record, journal, writer_of(path), path.parent.name, "", start, end, wall_offset)

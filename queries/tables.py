@@ -1,0 +1,261 @@
+"""The Parquet tables that compaction writes: every column, its DuckDB type and its meaning, in one place.
+
+`_ns` stamps are integers of the clock named by the observer's `clock_id`; `_at_ns` are wall times in nanoseconds since
+the epoch. A column whose value is not known is NULL, never 0.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from sloscope.journal import Manifest
+from sloscope.records import OBSERVERS
+
+
+class Column(NamedTuple):
+    name: str
+    type: str  # DuckDB's spelling
+    doc: str
+
+
+def _columns(type_: str, *pairs: tuple[str, str]) -> tuple[Column, ...]:
+    return tuple(Column(name, type_, doc) for name, doc in pairs)
+
+
+# One observer's view of one request; each is prefixed with the observer's name.
+OBSERVER_COLUMNS: tuple[Column, ...] = (
+    Column("observed", "BOOLEAN", "this observer began a record of the request"),
+    Column("role", "VARCHAR", "the hop's place in the chain"),
+    Column("clock_id", "VARCHAR", "the clock of every stamp of this observer"),
+    *_columns(
+        "BIGINT",
+        ("arrival_at_ns", "wall time of the arrival: intended if scheduled, else send or arrived"),
+        ("end_at_ns", "wall time of the end of stream; NULL while open"),
+        ("start_ns", "send (client) or arrived: the zero of every latency"),
+        ("first_ns", "first receipt (engine: first computed)"),
+        ("last_ns", "last receipt (engine: last computed)"),
+        ("end_ns", "end of stream"),
+        ("ttft_ns", "start to the first output of any choice"),
+        ("ttft_visible_ns", "start to the first output that is not reasoning; an engine does not tell them apart"),
+        ("ttft_worst_ns", "the same for the choice that waited longest; NULL when a choice had no output"),
+        ("ttft_visible_worst_ns", "start to first visible output of the worst choice; NULL when a choice had none"),
+        ("itl_max_ns", "largest gap between receipts of one choice, worst choice; NULL below two receipts"),
+        ("span_ns", "last minus first receipt of the choice with the largest TPOT"),
+        ("span_tokens", "output tokens of that choice; NULL when unknown"),
+        ("e2e_ns", "start to the last receipt"),
+        ("stream_end_ns", "start to the end of stream"),
+        ("events", "output events"),
+        ("tokens", "output tokens"),
+    ),
+    *_columns(
+        "VARCHAR",
+        ("token_source", "where `tokens` comes from: usage, continuous_usage, engine, tokenizer or assumed_one"),
+        ("outcome", "completed, failed, cancelled or unfinished; NULL while open"),
+        ("reason", "one of the outcome's reasons; empty when completed"),
+        ("finish_reason", "stop, length, tool_calls, content_filter or other; comma-separated where choices differ"),
+    ),
+    *_columns(
+        "BIGINT",
+        ("http_status", "status of the response, if one came"),
+        ("loop_lag_max_ns", "largest delay of the observer's own event loop while the request ran"),
+        ("consumer_hold_ns", "how long the consumer held off pulling, in sum"),
+    ),
+)
+
+REQUESTS: tuple[Column, ...] = (
+    *_columns(
+        "VARCHAR",
+        ("request_id", "26-character ULID"),
+        ("external_id", "the caller's own x-request-id; may repeat"),
+        ("retry_of", "request id that this one retries"),
+        ("model", "model asked for"),
+        ("tenant", "tenant label as sent"),
+        ("class", "request class after defaulting"),
+        ("contract_hash", "SHA-256 of the resolved contract"),
+        ("labels", "free labels, a JSON object"),
+    ),
+    *_columns(
+        "BOOLEAN",
+        ("streaming", "asked for server-sent events"),
+        ("warmup", "sent before measuring began; excluded by rule"),
+        ("length_forced", "its length was forced, so that it says nothing about natural lengths"),
+    ),
+    *_columns(
+        "BIGINT",
+        ("n_choices", "choices asked for"),
+        ("prompt_tokens", "prompt length, tokens: from the usage, else as sent"),
+        ("max_tokens", "cap on output tokens"),
+        ("stop_after", "natural stop asked of the reference server, tokens"),
+        ("own_ttft_ns", "limit that the request itself carried"),
+        ("own_ttft_visible_ns", "limit that the request itself carried"),
+        ("own_itl_max_ns", "limit that the request itself carried"),
+        ("own_tpot_ns", "limit that the request itself carried"),
+        ("own_e2e_ns", "limit that the request itself carried"),
+        ("arrival_at_ns", "wall time of the arrival at the first of client, sidecar, engine"),
+    ),
+    Column("arrival_date", "DATE", "day of the arrival, UTC; the partition"),
+    *(Column(f"{o}_{c.name}", c.type, f"{o}: {c.doc}") for o in OBSERVERS for c in OBSERVER_COLUMNS),
+    *_columns(
+        "BIGINT",
+        ("client_intended_ns", "scheduled arrival; NULL when not scheduled"),
+        ("client_dispatch_lag_ns", "scheduled arrival to send; NULL when not scheduled"),
+        ("client_ttft_intended_ns", "scheduled arrival to first receipt; NULL when not scheduled"),
+        ("sidecar_body_complete_ns", "stamp of the last request byte at the sidecar"),
+        ("engine_body_complete_ns", "stamp of the last request byte at the server"),
+        ("sidecar_upstream_first_ns", "stamp of the first output event, received from upstream"),
+        ("sidecar_forwarded_first_ns", "stamp of the first output event, handed to the consumer's socket"),
+        ("engine_queued_ns", "stamp of the first entry into WAITING"),
+        ("engine_prefill_start_ns", "stamp of the first entry into PREFILL"),
+        ("engine_first_computed_ns", "stamp of the first event: its step ended"),
+        ("engine_first_handed_ns", "stamp of the first event: put on the queue to the front end"),
+        ("engine_first_written_ns", "stamp of the first event: written to the socket"),
+        ("engine_abort_seen_ns", "stamp at which the abort reached the scheduler"),
+        ("engine_kv_freed_ns", "stamp at which the last KV of the request was free"),
+        ("engine_preemptions", "times the request was preempted; NULL when no states were recorded"),
+    ),
+    Column("client_alignment", "VARCHAR", "client receipts with emissions: ordinal, tokens, none; NULL without both"),
+    Column("sidecar_alignment", "VARCHAR", "sidecar receipts with emissions: ordinal, tokens, none; NULL without both"),
+    Column("hedge_waste_tokens", "BIGINT", "tokens of losing attempts; NULL when there was one attempt"),
+)  # fmt: skip
+
+_ID_AND_DATE = (
+    Column("request_id", "VARCHAR", "26-character ULID"),
+    Column("arrival_date", "DATE", "day of the request's arrival, UTC; the partition"),
+)
+
+CHUNKS: tuple[Column, ...] = (
+    *_ID_AND_DATE,
+    Column("client_t_ns", "BIGINT[]", "receipt stamps in order of receipt; NULL when not observed"),
+    Column("client_choice", "INTEGER[]", "choice of each event"),
+    Column("client_type", "TINYINT[]", "0 content, 1 reasoning, 2 tool"),
+    Column("client_tokens", "INTEGER[]", "tokens of each event; NULL where no source gives them"),
+    Column("sidecar_t_ns", "BIGINT[]", "receipt stamps from upstream; NULL when not observed"),
+    Column("sidecar_forwarded_ns", "BIGINT[]", "handed to the consumer's socket"),
+    Column("sidecar_choice", "INTEGER[]", "choice of each event"),
+    Column("sidecar_type", "TINYINT[]", "0 content, 1 reasoning, 2 tool"),
+    Column("sidecar_tokens", "INTEGER[]", "tokens of each event; NULL where no source gives them"),
+    Column("engine_computed_ns", "BIGINT[]", "end of the step that made the event; NULL when not observed"),
+    Column("engine_handed_ns", "BIGINT[]", "put on the queue to the front end"),
+    Column("engine_written_ns", "BIGINT[]", "written to the socket"),
+    Column("engine_choice", "INTEGER[]", "choice of each event"),
+    Column("engine_cum_tokens", "INTEGER[]", "tokens of the choice up to and including the event"),
+)
+
+LATE_GAPS: tuple[Column, ...] = (
+    *_ID_AND_DATE,
+    Column("observer", "VARCHAR", "client or sidecar"),
+    Column("choice", "INTEGER", "choice index"),
+    Column("ordinal", "BIGINT", "of the event that ends the gap, from 1 in its choice"),
+    Column("kind", "VARCHAR", "first_output (ordinal 1) or gap"),
+    *_columns(
+        "BIGINT",
+        ("prev_ns", "receipt stamp of the event before; NULL at ordinal 1"),
+        ("at_ns", "receipt stamp of the event"),
+        ("gap_ns", "at minus prev; NULL at ordinal 1"),
+        ("emit_prev_ns", "when the engine computed the event before; NULL when not aligned"),
+        ("emit_at_ns", "when the engine computed the event; NULL when not aligned"),
+        ("emit_gap_ns", "the engine's own gap; NULL at ordinal 1 or when not aligned"),
+        ("hold_ns", "at minus emitted; NULL across clocks"),
+        ("prev_hold_ns", "the same of the event before"),
+        ("together", "events of the choice received within 2 ms from at_ns on, this one included"),
+        ("emit_together", "how many of those the engine computed within 2 ms; NULL when not aligned"),
+    ),
+    Column("same_clock", "BOOLEAN", "receipt and engine stamps may be subtracted; NULL without both"),
+    Column("alignment", "VARCHAR", "ordinal, tokens or none; NULL without both"),
+)
+
+STEPS: tuple[Column, ...] = (
+    Column("step_id", "BIGINT", "iteration number of its engine process"),
+    Column("clock_id", "VARCHAR", "the clock of its stamps"),
+    *_columns(
+        "BIGINT",
+        ("start_ns", "iteration began, planning included"),
+        ("end_ns", "tokens known on the host"),
+        ("start_at_ns", "wall time of the start"),
+        ("device_ns", "duration of the forward pass alone"),
+        ("prefill_tokens", "prompt tokens run"),
+        ("decode_tokens", "decode tokens run"),
+        ("decode_requests", "requests in decode"),
+        ("prefill_requests", "requests in prefill"),
+        ("kv_blocks_resident", "blocks that hold tokens"),
+        ("kv_blocks_reserved", "blocks promised to admitted work"),
+        ("kv_blocks_free", "blocks neither resident nor reserved"),
+        ("preempted", "requests preempted at this boundary"),
+        ("gap_before_ns", "start minus the end of the same process's step before; NULL at its first"),
+    ),
+    Column("fault", "VARCHAR", "injected fault, if any"),
+    Column("modelled_flops", "DOUBLE", "FLOPs from the model's shape"),
+    Column("modelled_bytes", "DOUBLE", "bytes moved, from the model's shape"),
+)
+
+STEP_REQUESTS: tuple[Column, ...] = (
+    Column("step_id", "BIGINT", "the step"),
+    Column("clock_id", "VARCHAR", "the step's clock"),
+    Column("request_id", "VARCHAR", "a request that took part"),
+    Column("role", "VARCHAR", "prefill, decode or preempted"),
+)
+
+STATES: tuple[Column, ...] = (
+    Column("request_id", "VARCHAR", "26-character ULID"),
+    Column("clock_id", "VARCHAR", "the clock of its stamp"),
+    Column("at_ns", "BIGINT", "boundary at which the state changed"),
+    Column("from_state", "VARCHAR", "state before; NULL at arrival"),
+    Column("to_state", "VARCHAR", "state after"),
+    Column("reason", "VARCHAR", "why"),
+)
+
+DECISIONS: tuple[Column, ...] = (
+    Column("request_id", "VARCHAR", "26-character ULID"),
+    Column("attempt", "BIGINT", "hedged attempt, from 0"),
+    Column("clock_id", "VARCHAR", "the clock of its stamps"),
+    Column("at_ns", "BIGINT", "when admission decided"),
+    Column("verdict", "VARCHAR", "admit, queue or refuse"),
+    Column("reason", "VARCHAR", "why"),
+    Column("predicted_first_token_ns", "BIGINT", "predicted stamp of the first token"),
+    Column("slack_ns", "BIGINT", "deadline minus prediction"),
+)
+
+# Compaction's own: which journal lines a row was made from, so that a late fact can remake it.
+SOURCES: tuple[Column, ...] = (
+    Column("request_id", "VARCHAR", "26-character ULID"),
+    Column("journal", "VARCHAR", "journal file, relative to the events directory"),
+    Column("starts", "BIGINT[]", "first byte of each line"),
+    Column("ends", "BIGINT[]", "byte after each line"),
+    Column("wall_offsets", "BIGINT[]", "wall minus monotonic time in force at each record's stamp; 0 when it has none"),
+)
+
+TABLES: dict[str, tuple[Column, ...]] = {
+    "requests": REQUESTS,
+    "chunks": CHUNKS,
+    "late_gaps": LATE_GAPS,
+    "steps": STEPS,
+    "step_requests": STEP_REQUESTS,
+    "states": STATES,
+    "decisions": DECISIONS,
+}
+PER_REQUEST = ("requests", "chunks", "late_gaps", "sources")  # written and rewritten together, part by part
+PER_EVENT = ("steps", "step_requests", "states", "decisions")  # appended only
+
+
+def columns(table: str) -> tuple[Column, ...]:
+    return SOURCES if table == "sources" else TABLES[table]
+
+
+def empty_sql(table: str) -> str:
+    """A relation with the table's columns and no row, for a FROM."""
+    listed = ", ".join(f'cast(null as {column.type}) as "{column.name}"' for column in columns(table))
+    return f"(select {listed} where false)"
+
+
+def files(manifest: Manifest, events: Path, table: str) -> Iterator[Path]:
+    for relative in manifest.tables.get(table, []):
+        yield Path(events) / relative
+
+
+def table_sql(manifest: Manifest, events: Path, table: str) -> str:
+    """What stands after FROM to read the table: its live Parquet files, or an empty relation of the same columns."""
+    paths = [str(path).replace("'", "''") for path in files(manifest, events, table)]
+    if not paths:
+        return empty_sql(table)
+    listed = ", ".join(f"'{path}'" for path in paths)
+    return f"read_parquet([{listed}], hive_partitioning=false, union_by_name=true)"

@@ -1,0 +1,184 @@
+"""Journals become tables in which each request stands exactly once, whatever is killed, late, torn or open."""
+
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+from queries import tables
+from queries.compaction import compact, recover
+from sloscope import records
+from sloscope.clock import FakeClock
+from sloscope.errors import JournalError
+from sloscope.journal import JournalWriter, Manifest
+from tests.queries.journal_factory import MS, SECOND, new_id, write_request
+
+WALL = 1_700_000_000 * SECOND
+
+
+def select(events: Path, sql: str) -> list[tuple[Any, ...]]:
+    """The question with each table's name in braces: `select … from {requests}`."""
+    manifest = Manifest.load(events)
+    named = {name: tables.table_sql(manifest, events, name) for name in tables.TABLES}
+    return duckdb.connect().execute(sql.format(**named)).fetchall()
+
+
+def one(events: Path, columns: str, table: str = "requests") -> tuple[Any, ...]:
+    (row,) = select(events, f"select {columns} from {{{table}}}")
+    return row
+
+
+def test_an_empty_directory_has_every_table_with_every_column_and_no_row(tmp_path: Path) -> None:
+    report = compact(tmp_path)
+    assert (report.requests_written, report.journal_bytes, report.problems) == (0, 0, [])
+    for name, columns in tables.TABLES.items():
+        cursor = duckdb.connect().execute(f"select * from {tables.table_sql(Manifest.load(tmp_path), tmp_path, name)}")
+        assert [d[0] for d in cursor.description] == [c.name for c in columns]
+        assert cursor.fetchall() == []
+
+
+def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=r"nowhere.*does not exist"):
+        compact(tmp_path / "nowhere")
+
+
+def test_parquet_columns_have_the_names_and_types_of_the_schema(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+    compact(tmp_path)
+    for name in tables.PER_REQUEST[:3]:
+        cursor = duckdb.connect().execute(
+            f"describe select * from {tables.table_sql(Manifest.load(tmp_path), tmp_path, name)}"
+        )
+        assert [(row[0], row[1]) for row in cursor.fetchall()] == [(c.name, c.type) for c in tables.TABLES[name]]
+
+
+def test_three_observers_of_one_request_stand_side_by_side_in_one_row(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with (
+        JournalWriter(tmp_path, "client", clock) as client,
+        JournalWriter(tmp_path, "sidecar", clock) as sidecar,
+        JournalWriter(tmp_path, "engine", clock) as engine,
+    ):
+        ours = {"request_id": new_id(1)}
+        write_request(engine, "engine", new_id(1), 3 * MS, [100 * MS, 130 * MS], handed_ns=[101 * MS, 131 * MS])
+        for at, before, after in ((4, None, "WAITING"), (9, "WAITING", "PREFILL")):
+            engine.write(records.make("state", **ours, at_ns=at * MS, from_state=before, to_state=after))
+        write_request(sidecar, "sidecar", new_id(1), 2 * MS, [102 * MS, 132 * MS], forwarded_ns=[103 * MS, 133 * MS])
+        write_request(
+            client,
+            "client",
+            new_id(1),
+            1 * MS,
+            [104 * MS, 135 * MS],
+            end_ns=136 * MS,
+            begin={"intended_ns": 0, "class": "chat", "n_choices": 1, "labels": {"warmup": True}},
+            end={"output_tokens": 2, "token_source": "usage", "finish_reason": ["eos"]},
+        )
+    compact(tmp_path)
+    # client: 104 − 1 = 103, gap 135 − 104 = 31, end 136 − 1 = 135; sidecar: 102 − 2 = 100; engine: 100 − 3 = 97.
+    row = one(
+        tmp_path,
+        "class, warmup, client_ttft_ns, client_itl_max_ns, client_stream_end_ns, client_dispatch_lag_ns,"
+        " client_ttft_intended_ns, sidecar_ttft_ns, engine_ttft_ns",
+    )
+    assert row == ("chat", True, *(ms * MS for ms in (103, 31, 135, 1, 104, 100, 97)))
+    row = one(
+        tmp_path,
+        "engine_queued_ns, engine_prefill_start_ns, engine_first_computed_ns, engine_first_handed_ns,"
+        " sidecar_upstream_first_ns, sidecar_forwarded_first_ns",
+    )
+    assert row == tuple(ms * MS for ms in (4, 9, 100, 101, 102, 103))
+    assert one(
+        tmp_path, "client_tokens, client_token_source, sidecar_tokens, sidecar_token_source, engine_token_source"
+    ) == (2, "usage", 2, "assumed_one", "engine")
+    assert one(tmp_path, "client_finish_reason, client_alignment, sidecar_alignment, engine_preemptions") == (
+        "stop",
+        "ordinal",
+        "ordinal",
+        0,
+    )
+    assert one(tmp_path, "client_t_ns, engine_computed_ns, engine_cum_tokens", "chunks") == (
+        [104 * MS, 135 * MS],
+        [100 * MS, 130 * MS],
+        [1, 2],
+    )
+
+
+def test_an_open_request_is_offered_with_a_null_outcome_and_becomes_final_later(tmp_path: Path) -> None:
+    clock = FakeClock(wall_ns=WALL)
+    client = JournalWriter(tmp_path, "client", clock)
+    write_request(client, "client", new_id(1), 0, [10 * MS], ended=False)
+    report = compact(tmp_path)
+    assert (report.requests_written, report.requests_pending, report.requests_open) == (0, 1, 1)
+    assert one(tmp_path, "client_observed, client_outcome, client_ttft_ns") == (True, None, 10 * MS)
+
+    client.write(records.make("end", request_id=new_id(1), outcome="completed", end_ns=20 * MS))
+    report = compact(tmp_path)
+    assert (report.requests_written, report.requests_pending) == (1, 0)
+    assert one(tmp_path, "client_outcome, client_end_at_ns - client_arrival_at_ns") == ("completed", 20 * MS)
+    client.close()
+
+
+def test_an_observer_that_appears_after_the_row_was_final_joins_the_same_row(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS])
+        write_request(sidecar, "sidecar", new_id(2), 0, [12 * MS])
+    assert compact(tmp_path).requests_written == 2
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [14 * MS])
+    report = compact(tmp_path)
+    assert (report.requests_written, report.late_merged) == (1, 1)
+    rows = select(tmp_path, "select request_id, sidecar_ttft_ns, client_ttft_ns from {requests} order by 1")
+    assert rows == [(new_id(1), 10 * MS, 14 * MS), (new_id(2), 12 * MS, None)]
+    assert select(tmp_path, "select count(*) from {chunks}") == [(2,)]
+
+
+def test_a_late_reason_refines_a_disconnect_of_a_final_row(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        left = {"outcome": "cancelled", "reason": "disconnect"}
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
+    compact(tmp_path)
+    late = records.make(
+        "late", request_id=new_id(1), observer="sidecar", outcome="cancelled", reason="voluntary", kv_freed_ns=5
+    )
+    with JournalWriter(tmp_path, "sidecar", FakeClock(mono_ns=SECOND)) as sidecar:
+        sidecar.write(late)
+    assert compact(tmp_path).late_merged == 1
+    assert one(tmp_path, "sidecar_outcome, sidecar_reason, engine_kv_freed_ns") == ("cancelled", "voluntary", 5)
+
+
+def test_a_dead_recorder_leaves_unfinished_once_however_often_recovery_runs(tmp_path: Path) -> None:
+    client = JournalWriter(tmp_path, "client", FakeClock(wall_ns=WALL))
+    write_request(client, "client", new_id(1), 0, [10 * MS, 25 * MS], ended=False)
+    assert recover(tmp_path, "client") == 0, "it is still alive"
+    client.close()
+    assert (recover(tmp_path, "sidecar"), recover(tmp_path, "client"), recover(tmp_path)) == (0, 1, 0)
+    report = compact(tmp_path)
+    assert (report.recovered, report.requests_written) == (0, 1)
+    assert one(tmp_path, "client_outcome, client_reason, client_end_ns, client_end_at_ns") == (
+        "unfinished",
+        "recorder_lost",
+        25 * MS,
+        WALL + 25 * MS,
+    )
+
+
+def test_compaction_closes_what_a_dead_recorder_left_open(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock(wall_ns=WALL)) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 7, ended=False)
+    report = compact(tmp_path)
+    assert (report.recovered, report.requests_written, report.requests_pending) == (1, 1, 0)
+    assert one(tmp_path, "sidecar_reason, sidecar_end_ns, sidecar_ttft_ns") == ("recorder_lost", 7, None)
+    assert compact(tmp_path).recovered == 0
+
+
+def test_a_pass_without_news_changes_nothing(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+    compact(tmp_path)
+    before = Manifest.path(tmp_path).read_bytes()
+    report = compact(tmp_path)
+    assert (report.requests_written, report.journal_bytes, report.generation) == (0, 0, 1)
+    assert Manifest.path(tmp_path).read_bytes() == before
