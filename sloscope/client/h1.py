@@ -1,0 +1,301 @@
+"""HTTP/1.1 for a load generator: asyncio protocols and httptools, a stamp per socket read, no limit on connections.
+
+httpx spends more on an event than a server spends on making it; under load its receipts are late and the lateness
+looks like the server's. Here the stamp is taken at the top of `data_received`, before any parsing, and a request
+never waits for a slot: when no connection is idle a new one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+import httptools
+
+from sloscope.errors import ConfigError
+
+# Servers close idle connections after some seconds (uvicorn: 5). One that has idled longer than this is not trusted
+# with a request, since a POST that meets the close cannot be sent twice.
+IDLE_LIMIT_NS = 3_000_000_000
+
+
+class Exchange(Protocol):
+    """Who asked, and is told. Stamps are those of the socket read. After `ended` nothing more comes."""
+
+    def responded(self, t_ns: int, status: int, headers: dict[str, str]) -> None: ...
+    def received(self, t_ns: int, data: bytes) -> None: ...
+    def ended(self, t_ns: int, transport: str, error: str | None) -> None:
+        """`transport`: eof (the message is whole), reset, connect_error."""
+
+
+class Origin(NamedTuple):
+    scheme: str
+    host: str
+    port: int
+    path: str  # prefix, without a slash at its end
+
+    @property
+    def netloc(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.scheme == "https" else 80) else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.netloc}{self.path}"
+
+
+def parse_url(text: str, field: str = "--url") -> Origin:
+    """`http://host:port`, with or without a path. A bare `host:port` or `port` means http."""
+    whole = text if "://" in text else f"http://{'127.0.0.1:' if text.isdigit() else ''}{text}"
+    try:
+        parts = urlsplit(whole)
+        port = parts.port
+    except ValueError:
+        port, parts = None, urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError(f"{field}: {text!r} is not accepted; accepted: http://HOST:PORT or https://HOST:PORT/PATH")
+    return Origin(
+        parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")
+    )
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one exchange at a time."""
+
+    __slots__ = ("_chunked", "_exchange", "_framed", "_headers", "_parser", "_pool", "_t_ns", "_transport", "idle_ns")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._exchange: Exchange | None = None
+        self._transport: asyncio.Transport | None = None
+        self._headers: dict[str, str] = {}
+        self._framed = False  # the end of the body is known by length or chunks
+        self._t_ns = 0
+        self.idle_ns = 0
+
+    def send(self, request: bytes, exchange: Exchange) -> None:
+        assert self._transport is not None and self._exchange is None
+        self._exchange = exchange
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(request)
+
+    def abort(self) -> None:
+        """Closes now; the exchange hears nothing more."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        self._t_ns = time.monotonic_ns()
+        if self._exchange is None:
+            # Bytes that nobody asked for: the connection cannot be trusted with the next request.
+            self.abort()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            self.abort()
+            raise  # not the server's fault but ours
+        except httptools.HttpParserError as error:
+            self._finish("reset", type(error).__name__)
+            self.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._pool.forget(self)
+        if self._exchange is not None:
+            self._t_ns = time.monotonic_ns()
+            whole = error is None and bool(self._headers) and not self._framed
+            self._finish("eof" if whole else "reset", None if whole else type(error or EOFError()).__name__)
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        self._headers = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._exchange is None:  # 100 Continue and its kind
+            return
+        self._framed = "content-length" in self._headers or "transfer-encoding" in self._headers
+        self._exchange.responded(self._t_ns, status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if self._exchange is not None:
+            self._exchange.received(self._t_ns, data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200 or self._exchange is None:
+            return
+        keep = self._parser.should_keep_alive()
+        self._finish("eof", None)
+        if not keep and self._transport is not None:
+            self._transport.close()
+        elif self.usable:
+            self._pool.give_back(self, self._t_ns)
+
+    def _finish(self, transport: str, error: str | None) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.ended(self._t_ns, transport, error)
+
+
+class Call:
+    """A request on its way; `abort` closes its connection at once, whatever it is doing."""
+
+    __slots__ = ("_connecting", "connection")
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+
+    def abort(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self.connection is not None:
+            self.connection.abort()
+
+
+class Pool:
+    """Connections to one origin. Idle ones are used again, last in first out; there is no upper limit."""
+
+    def __init__(self, origin: Origin, tls: ssl.SSLContext | None = None) -> None:
+        self.origin = origin
+        self._tls = (tls or ssl.create_default_context()) if origin.scheme == "https" else None
+        self._idle: dict[Connection, None] = {}
+        self._all: set[Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.opened = 0
+
+    def send(self, request: bytes, exchange: Exchange) -> Call:
+        call = Call()
+        now = time.monotonic_ns()
+        while self._idle:
+            connection, _ = self._idle.popitem()
+            if connection.usable and now - connection.idle_ns <= IDLE_LIMIT_NS:
+                call.connection = connection
+                connection.send(request, exchange)
+                return call
+            connection.abort()
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(request, exchange, call))
+        call._connecting = task
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return call
+
+    async def connect(self) -> Connection:
+        """Raises OSError (ssl.SSLError among them)."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(self),
+            self.origin.host,
+            self.origin.port,
+            ssl=self._tls,
+            server_hostname=self.origin.host if self._tls is not None else None,
+        )
+        self.opened += 1
+        self._all.add(connection)
+        return connection
+
+    async def _connect_and_send(self, request: bytes, exchange: Exchange, call: Call) -> None:
+        try:
+            connection = await self.connect()
+        except OSError as error:
+            call._connecting = None
+            exchange.ended(time.monotonic_ns(), "connect_error", type(error).__name__)
+            return
+        call._connecting = None
+        call.connection = connection
+        if connection.usable:
+            connection.send(request, exchange)
+        else:
+            exchange.ended(time.monotonic_ns(), "reset", "closed after connect")
+
+    def give_back(self, connection: Connection, now_ns: int) -> None:
+        connection.idle_ns = now_ns
+        self._idle[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        self._all.discard(connection)
+        self._idle.pop(connection, None)
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for connection in list(self._all):
+            connection.abort()
+        self._idle.clear()
+        # An aborted transport tells its protocol in the next turns of the loop.
+        while self._all or self._tasks:
+            await asyncio.sleep(0.001)
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class _Collect:
+    """An exchange that waits for the whole reply."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._head: tuple[int, dict[str, str]] | None = None
+        self._body = bytearray()
+
+    def responded(self, t_ns: int, status: int, headers: dict[str, str]) -> None:
+        self._head = (status, headers)
+
+    def received(self, t_ns: int, data: bytes) -> None:
+        self._body += data
+
+    def ended(self, t_ns: int, transport: str, error: str | None) -> None:
+        if self.done.done():
+            return
+        if transport == "eof" and self._head is not None:
+            self.done.set_result(Reply(*self._head, bytes(self._body)))
+        else:
+            self.done.set_exception(ConnectionError(error or transport))
+
+
+def request_bytes(
+    method: str, origin: Origin, path: str, headers: dict[str, str] | None = None, body: bytes | None = None
+) -> bytes:
+    lines = [f"{method} {origin.path}{path} HTTP/1.1", f"host: {origin.netloc}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    if body is not None:
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + (body or b"")
+
+
+async def fetch(
+    pool: Pool,
+    method: str,
+    path: str,
+    headers: dict[str, str] | None = None,
+    body: bytes | None = None,
+    timeout_s: float = 10.0,
+) -> Reply:
+    """One whole request. Raises ConnectionError or TimeoutError."""
+    exchange = _Collect()
+    call = pool.send(request_bytes(method, pool.origin, path, headers, body), exchange)
+    try:
+        return await asyncio.wait_for(exchange.done, timeout_s)
+    except TimeoutError:
+        call.abort()
+        raise

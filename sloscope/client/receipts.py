@@ -1,0 +1,112 @@
+"""Posts what was recorded to a sidecar's control plane, so that its `client` series show real receipts.
+
+The records themselves stand in this process's journal; a post says so (`recorded`) and is never written twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from typing import Any, Protocol
+
+import orjson
+
+from sloscope.client.h1 import Origin, Pool, fetch
+from sloscope.client.recorder import RequestRecorder
+
+POST_EVERY_S = 1.0
+_MOST_IN_ONE_POST = 200
+_MOST_WAITING = 20_000  # beyond this the control plane is not keeping up; the oldest are given up and counted
+
+
+class _Planned(Protocol):
+    @property
+    def class_name(self) -> str: ...
+    @property
+    def tenant(self) -> str: ...
+
+
+class _Target(Protocol):
+    @property
+    def model(self) -> str: ...
+
+
+class ReceiptPoster:
+    def __init__(self, control: Origin, target: _Target, clock_id: str, tls: ssl.SSLContext | None = None) -> None:
+        self._pool = Pool(control, tls)
+        self._model = target.model
+        self._clock_id = clock_id
+        self._waiting: list[dict[str, Any]] = []
+        self.failed = 0  # requests whose receipts did not arrive
+        self.last_error = ""
+
+    def add(self, recorder: RequestRecorder, planned: _Planned) -> None:
+        if len(self._waiting) >= _MOST_WAITING:
+            del self._waiting[0]
+            self.failed += 1
+        self._waiting.append(
+            receipt(recorder, self._clock_id, class_=planned.class_name, model=self._model, tenant=planned.tenant)
+        )
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(POST_EVERY_S)
+            await self._post_waiting()
+
+    async def close(self) -> int:
+        """Posts the rest; the number of requests whose receipts did not arrive."""
+        await self._post_waiting()
+        await self._pool.close()
+        return self.failed
+
+    async def _post_waiting(self) -> None:
+        while self._waiting:
+            batch = self._waiting[:_MOST_IN_ONE_POST]
+            del self._waiting[: len(batch)]
+            try:
+                reply = await fetch(
+                    self._pool,
+                    "POST",
+                    "/v1/receipts",
+                    {"content-type": "application/json"},
+                    orjson.dumps({"receipts": batch}),
+                    timeout_s=5.0,
+                )
+            except (OSError, TimeoutError) as error:
+                self.failed += len(batch)
+                self.last_error = str(error) or type(error).__name__
+                continue
+            if reply.status >= 300:
+                self.failed += len(batch)
+                self.last_error = f"status {reply.status}"
+
+
+def receipt(recorder: RequestRecorder, clock_id: str, *, class_: str, model: str, tenant: str) -> dict[str, Any]:
+    """One entry of `POST /v1/receipts`. Fields that are not known are left out."""
+    assert recorder.ended is not None
+    entry = {
+        "request_id": recorder.request_id,
+        "clock_id": clock_id,
+        "send_ns": recorder.send_ns,
+        "intended_ns": recorder.intended_ns,
+        "t_ns": recorder.t_ns.tolist(),
+        "choice": recorder.choice.tolist(),
+        "type": recorder.type.tolist(),
+        "tokens": recorder.event_tokens,
+        "outcome": recorder.ended.outcome,
+        "reason": recorder.ended.reason,
+        "finish_reason": recorder.finish_reasons or None,
+        "end_ns": recorder.end_ns,
+        "output_tokens": recorder.output_tokens,
+        "token_source": recorder.token_source,
+        "class": class_,
+        "model": model,
+        "tenant": tenant or None,
+        "streaming": recorder.streaming,
+        "n_choices": recorder.n_choices,
+        "loop_lag_max_ns": recorder.loop_lag_max_ns,
+        "consumer_hold_ns": recorder.consumer_hold_ns,
+        "http_status": recorder.http_status,
+        "recorded": True,
+    }
+    return {name: value for name, value in entry.items() if value is not None}

@@ -1,0 +1,466 @@
+"""What a client saw of its requests, recorded as it is seen.
+
+A `ReceiptLog` is the record of one process: a journal file, a callback, or both. `open` begins a request and gives
+its `RequestRecorder`, which the transport then tells of bytes and of the end. Whoever reads the socket stamps the
+read and passes the stamp in; nothing here reads a clock on the path of an event.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from sloscope import records
+from sloscope.clock import Clock, SystemClock
+from sloscope.contract import Limits, Resolved
+from sloscope.definitions import Ended, StreamEnd, Summary, classify_end, summarise
+from sloscope.journal import JournalWriter
+from sloscope.sse import StreamDecoder, StreamEvent, parse_body
+
+# A batch is written when its first receipt is this old; with a tick every quarter second, within a second.
+BATCH_AGE_NS = 700_000_000
+_TICK_S = 0.25
+_MAX_BODY_BYTES = 64 << 20  # of an answer that does not stream; beyond it the answer counts as malformed
+
+_TYPE_INDEX = {name: index for index, name in enumerate(records.OUTPUT_TYPES)}
+
+
+class ReceiptLog:
+    """Writes the records of one process as observer `client`. Safe for threads, and after a fork.
+
+    `on_end` is called with each recorder that has ended. `lag_since` gives the largest delay of the event loop since
+    a stamp, where a loop is watched. Writing never raises: what could not be written is counted in `lost`.
+    """
+
+    def __init__(
+        self,
+        events: Path | None,
+        clock: Clock | None = None,
+        on_end: Callable[[RequestRecorder], None] | None = None,
+        lag_since: Callable[[int], int] | None = None,
+    ) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self._events = events
+        self._on_end = on_end
+        self._lag_since = lag_since
+        self._thread: threading.Thread | None = None
+        # Recorders with receipts that are not written, oldest first; each stands here once.
+        self._due: deque[RequestRecorder] = deque()
+        self._abandoned: deque[tuple[RequestRecorder, int]] = deque()
+        self._open_journal()
+
+    def _open_journal(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._journal = (
+            None if self._events is None else JournalWriter(self._events, "client", self.clock, orjson.dumps)
+        )
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be written."""
+        return 0 if self._journal is None else self._journal.lost
+
+    @property
+    def last_error(self) -> str:
+        return "" if self._journal is None else self._journal.last_error
+
+    @property
+    def path(self) -> Path | None:
+        return None if self._journal is None else self._journal.path
+
+    def open(
+        self,
+        request_id: str,
+        send_ns: int,
+        *,
+        streaming: bool,
+        n_choices: int = 1,
+        intended_ns: int | None = None,
+        resolved: Resolved | None = None,
+        **fields: Any,
+    ) -> RequestRecorder:
+        """Records the begin, which is on disk when this returns. `fields` are those of a `begin` record."""
+        if self._pid != os.getpid():
+            # A forked child: the file belongs to the parent, and so do the receipts that wait.
+            self._due.clear()
+            self._abandoned.clear()
+            self._thread = None
+            self._open_journal()
+        limits = resolved.limits if resolved is not None else Limits()
+        if self._journal is not None:
+            record = records.make(
+                "begin",
+                request_id=request_id,
+                observer="client",
+                role="client",
+                clock_id=self.clock.clock_id,
+                send_ns=send_ns,
+                intended_ns=intended_ns,
+                streaming=streaming,
+                n_choices=n_choices,
+                class_=resolved.class_name if resolved is not None else None,
+                limits=limits.as_record() if resolved is not None else None,
+                own_limits=dict(resolved.own) if resolved is not None and resolved.own else None,
+                **fields,
+            )
+            with self._lock:
+                self._journal.write(record)
+        return RequestRecorder(self, request_id, send_ns, intended_ns, streaming, n_choices, limits.min_tokens)
+
+    def tick(self, now_ns: int) -> None:
+        """Writes the batches that are old enough, in one write(2)."""
+        while self._abandoned:
+            recorder, end_ns = self._abandoned.popleft()
+            recorder.end(end_ns, left="disconnect")
+        if self._due and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS:
+            with self._lock:
+                while self._due and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS:
+                    self._append_chunks(self._due.popleft())
+                if self._journal is not None:
+                    self._journal.flush()
+
+    def flush(self) -> None:
+        """Writes every receipt that waits, those of requests that are still open too."""
+        with self._lock:
+            while self._due:
+                self._append_chunks(self._due.popleft())
+            if self._journal is not None:
+                self._journal.flush()
+
+    def start_ticking(self) -> None:
+        """Ticks in a thread of its own, for transports that have no loop. Stops at `close`."""
+        if self._thread is None and self._journal is not None:
+            self._thread = threading.Thread(target=self._tick_until_closed, name="sloscope-receipts", daemon=True)
+            self._thread.start()
+
+    def _tick_until_closed(self) -> None:
+        stop = self._stop
+        while not stop.wait(_TICK_S):
+            self.tick(self.clock.monotonic_ns())
+
+    def close(self) -> None:
+        """Flushes and frees the journal file. Safe to call twice; open requests stay without an end."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+            self._thread = None
+        self.tick(self.clock.monotonic_ns())
+        self.flush()
+        if self._journal is not None:
+            self._journal.close()
+
+    def abandon(self, recorder: RequestRecorder, end_ns: int) -> None:
+        """For a finaliser, which may run anywhere and so must take no lock: the next tick records the end."""
+        self._abandoned.append((recorder, end_ns))
+
+    def _wait(self, recorder: RequestRecorder) -> None:
+        if self._journal is not None:
+            self._due.append(recorder)
+
+    def _append_chunks(self, recorder: RequestRecorder) -> None:
+        batch = recorder.take_batch()
+        if batch is not None and self._journal is not None:
+            self._journal.append(batch)
+
+    def _ended(self, recorder: RequestRecorder) -> None:
+        if self._lag_since is not None:
+            recorder.loop_lag_max_ns = self._lag_since(recorder.send_ns)
+        if self._journal is not None:
+            with self._lock:
+                self._append_chunks(recorder)
+                self._journal.write(recorder.end_record())
+        if self._on_end is not None:
+            self._on_end(recorder)
+
+
+class RequestRecorder:
+    """One request as the client sees it: `response`, `receive`…, `end`. Text is parsed and dropped.
+
+    Receipts stand in `t_ns`, `choice` and `type` (index into records.OUTPUT_TYPES), one entry per output event and
+    choice; `tokens` beside them is None where the server does not state a count with each event.
+    """
+
+    __slots__ = (
+        "_body",
+        "_cumulative",
+        "_decoder",
+        "_done_ns",
+        "_end",
+        "_final_tokens",
+        "_inflate",
+        "_last_ns",
+        "_log",
+        "_waits",
+        "_written",
+        "bytes",
+        "choice",
+        "consumer_hold_ns",
+        "end_ns",
+        "ended",
+        "error",
+        "intended_ns",
+        "loop_lag_max_ns",
+        "model",
+        "n_choices",
+        "pending_since_ns",
+        "prompt_tokens",
+        "request_id",
+        "send_ns",
+        "streamed",
+        "streaming",
+        "t_ns",
+        "tokens",
+        "type",
+    )
+
+    def __init__(
+        self,
+        log: ReceiptLog,
+        request_id: str,
+        send_ns: int,
+        intended_ns: int | None,
+        streaming: bool,
+        n_choices: int,
+        min_tokens: int,
+    ) -> None:
+        self._log = log
+        self.request_id = request_id
+        self.send_ns = send_ns
+        self.intended_ns = intended_ns
+        self.streaming = streaming  # asked for
+        self.streamed = False  # came as events
+        self.n_choices = n_choices
+        self.t_ns = array("q")
+        self.choice = array("l")
+        self.type = array("b")
+        self.tokens: list[int | None] = []
+        self.prompt_tokens: int | None = None
+        self.model: str | None = None
+        self.bytes = 0
+        self.consumer_hold_ns: int | None = None
+        self.loop_lag_max_ns: int | None = None
+        self.end_ns: int | None = None
+        self.ended: Ended | None = None
+        self.error: str | None = None  # class of the exception that ended it
+        self.pending_since_ns = 0
+        self._waits = False  # stands in the log's queue
+        self._written = 0  # receipts in the journal
+        self._end = StreamEnd(n_choices=n_choices, finishes={}, min_tokens=min_tokens)
+        self._decoder: StreamDecoder | None = None
+        self._body: bytearray | None = None
+        self._inflate: Any = None
+        self._last_ns = send_ns
+        self._done_ns: int | None = None
+        self._final_tokens: int | None = None
+        self._cumulative: dict[int, int] = {}  # choice → tokens so far as the server states them
+
+    @property
+    def http_status(self) -> int | None:
+        return self._end.http_status
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Per choice, as sent; None for a choice that got none. Empty when no choice got one."""
+        finishes = self._end.finishes
+        return [finishes.get(index) for index in range(max(finishes) + 1)] if finishes else []
+
+    def response(self, status: int, headers: Mapping[str, str]) -> None:
+        """Status and headers (names in lower case) have come."""
+        self._end.http_status = status
+        if status >= 400:
+            return
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "text/event-stream" or (self.streaming and kind != "application/json"):
+            self.streamed = True
+            self._decoder = StreamDecoder(orjson.loads)
+        else:
+            self._body = bytearray()
+        encoding = headers.get("content-encoding", "").strip().lower()
+        if encoding in ("gzip", "x-gzip", "deflate"):
+            # 32 + 15: a gzip or a zlib header, whichever comes.
+            self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
+        elif encoding not in ("", "identity"):
+            self._end.malformed = True
+            self._decoder = self._body = None
+
+    def receive(self, t_ns: int, data: bytes) -> None:
+        """Body bytes that one read brought at `t_ns`."""
+        self.bytes += len(data)
+        self._last_ns = t_ns
+        if self._inflate is not None:
+            try:
+                data = self._inflate.decompress(data)
+            except zlib.error:
+                self._end.malformed = True
+                return
+        if self._decoder is not None:
+            for event in self._decoder.feed(data):
+                self._event(t_ns, event)
+        elif self._body is not None:
+            if len(self._body) + len(data) > _MAX_BODY_BYTES:
+                self._body = None
+                self._end.malformed = True
+            else:
+                self._body += data
+
+    def end(self, end_ns: int, transport: str = "eof", left: str = "", error: str | None = None) -> Ended:
+        """The request is over; the first call decides. `transport` and `left` as in definitions.StreamEnd.
+
+        After `[DONE]` the end is the read that brought it, however late the consumer closes.
+        """
+        if self.ended is not None:
+            return self.ended
+        if self._decoder is not None:
+            # What end of stream completes was received with the last read.
+            for event in self._decoder.finish():
+                self._event(self._last_ns, event)
+            self._decoder = None
+        elif self._body is not None and not left and transport == "eof":
+            self._whole_body(bytes(self._body))
+            self._body = None
+        self._end.transport = transport
+        self._end.left = left
+        self.error = error
+        self.end_ns = end_ns if self._done_ns is None else min(end_ns, self._done_ns)
+        self.ended = classify_end(self._end)
+        self._log._ended(self)
+        return self.ended
+
+    def abandon(self, end_ns: int) -> None:
+        if self.ended is None:
+            self._log.abandon(self, end_ns)
+
+    @property
+    def output_tokens(self) -> int:
+        if self._final_tokens is not None:
+            return self._final_tokens
+        return sum(self._cumulative.values()) if self._cumulative else self._end.events
+
+    @property
+    def token_source(self) -> str:
+        if self._final_tokens is not None:
+            return "usage"
+        return "continuous_usage" if self._cumulative else "assumed_one"
+
+    @property
+    def event_tokens(self) -> list[int] | None:
+        """Tokens of each event, None unless the server stated every one."""
+        known = [count for count in self.tokens if count is not None]
+        return known if known and len(known) == len(self.t_ns) else None
+
+    def summary(self) -> Summary:
+        """What a contract judges. An answer that did not stream has no receipts; its only duration is e2e."""
+        if not self.streamed:
+            done = self.ended is not None and self.ended.outcome == "completed" and self.end_ns is not None
+            return Summary(
+                tokens=self.output_tokens, e2e_ns=self.end_ns - self.send_ns if done and self.end_ns else None
+            )
+        return summarise(
+            self.send_ns, self.t_ns, self.choice, self.type, self.n_choices, self.output_tokens, self.event_tokens
+        )
+
+    def take_batch(self) -> records.Record | None:
+        """A `chunks` record of the receipts not yet written; None if there are none."""
+        # The type is appended last, so its length counts whole entries even while another thread appends.
+        self._waits = False
+        first, last = self._written, len(self.type)
+        if first == last:
+            return None
+        self._written = last
+        tokens = self.tokens[first:last]
+        return records.make(
+            "chunks",
+            request_id=self.request_id,
+            ordinal0=first,
+            t_ns=self.t_ns[first:last].tolist(),
+            choice=self.choice[first:last].tolist(),
+            type=self.type[first:last].tolist(),
+            tokens=tokens if any(count is not None for count in tokens) else None,
+        )
+
+    def end_record(self) -> records.Record:
+        assert self.ended is not None
+        return records.make(
+            "end",
+            request_id=self.request_id,
+            outcome=self.ended.outcome,
+            reason=self.ended.reason,
+            finish_reason=self.finish_reasons or None,
+            end_ns=self.end_ns,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+            token_source=self.token_source,
+            http_status=self.http_status,
+            bytes=self.bytes,
+            loop_lag_max_ns=self.loop_lag_max_ns,
+            consumer_hold_ns=self.consumer_hold_ns,
+        )
+
+    def _event(self, t_ns: int, event: StreamEvent) -> None:
+        if event.outputs:
+            for output in event.outputs:
+                self.t_ns.append(t_ns)
+                self.choice.append(output.choice)
+                self.tokens.append(None)
+                self.type.append(_TYPE_INDEX[output.type])
+            self._end.events += len(event.outputs)
+            # Only after the receipts stand: a ticking thread clears the mark before it counts them.
+            if not self._waits:
+                self._waits = True
+                self.pending_since_ns = t_ns
+                self._log._wait(self)
+        if event.usage is not None:
+            self._usage(event)
+        if event.model is not None:
+            self.model = event.model
+        self._facts(event)
+        if event.done and self._done_ns is None:
+            self._done_ns = t_ns
+
+    def _facts(self, event: StreamEvent) -> None:
+        end = self._end
+        if event.finishes:
+            end.finishes = dict(end.finishes) | dict(event.finishes)
+        if event.error is not None and end.error is None:
+            end.error = event.error
+        end.done = end.done or event.done
+        end.malformed = end.malformed or event.malformed
+
+    def _usage(self, event: StreamEvent) -> None:
+        """Final usage gives the request's tokens, continuous usage those of each event."""
+        assert event.usage is not None
+        self.prompt_tokens = event.usage.prompt_tokens if event.usage.prompt_tokens is not None else self.prompt_tokens
+        total = event.usage.completion_tokens
+        if total is None:
+            return
+        over = len(self._end.finishes) >= self.n_choices
+        if event.raw_usage_only and (over or not self._cumulative):
+            self._final_tokens = total
+            return
+        if len(event.outputs) == 1:
+            choice = event.outputs[0].choice
+            count = total - self._cumulative.get(choice, 0)
+            if count >= 0:
+                self.tokens[-1] = count
+                self._cumulative[choice] = total
+        if self.n_choices == 1 and (event.finishes or over):
+            self._final_tokens = total
+
+    def _whole_body(self, body: bytes) -> None:
+        event = parse_body(body, orjson.loads)
+        self._end.events += len(event.outputs)
+        self._facts(event)
+        if event.usage is not None:
+            self.prompt_tokens = event.usage.prompt_tokens
+            self._final_tokens = event.usage.completion_tokens
+        self.model = event.model

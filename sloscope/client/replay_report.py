@@ -1,0 +1,83 @@
+"""What a replay prints: its tally in seconds and shares, and whether the run may be trusted. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sloscope.client.replay import Tally
+from sloscope.client.schedule import Schedule
+from sloscope.contract import Contract
+from sloscope.definitions import min_n_upper, nearest_rank, ratio
+from sloscope.units import NS_PER_S, format_ns
+
+QUANTILE_METHOD = "nearest rank"
+Row = dict[str, Any]
+
+
+def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
+    """One row. Counts are requests; `_s` seconds; None is not known or not defined."""
+    lag = sorted(tally.dispatch_lag_ns)
+    plain, corrected = sorted(tally.ttft_ns), sorted(tally.ttft_intended_ns)
+    reason = invalid_reason(tally, schedule)
+    return {
+        "scheduled": tally.scheduled,
+        "sent": tally.sent,
+        "warmup_excluded": tally.warmup,
+        "offered": tally.offered,
+        "completed": tally.outcomes["completed"],
+        "failed": tally.outcomes["failed"],
+        "cancelled": tally.outcomes["cancelled"],
+        "unfinished": tally.unfinished,
+        "reasons": " ".join(f"{name}={count}" for name, count in sorted(tally.reasons.items())) or None,
+        "qualified": tally.qualified,
+        "attainment": ratio(tally.qualified, tally.offered),
+        "vacuous": tally.vacuous,
+        "output_tokens": tally.output_tokens,
+        "ttft_p50_s": _quantile_s(plain, 500),
+        "ttft_intended_p50_s": _quantile_s(corrected, 500),
+        "ttft_p99_s": _quantile_s(plain, 990),
+        "ttft_intended_p99_s": _quantile_s(corrected, 990),
+        "ttft_p99_note": _note(len(plain)),
+        "dispatch_lag_p50_s": _rank_s(lag, 500),
+        "dispatch_lag_p99_s": _rank_s(lag, 990),
+        "dispatch_lag_max_s": lag[-1] / NS_PER_S if lag else None,
+        "first_send_offset_s": tally.first_send_offset_ns / NS_PER_S
+        if tally.first_send_offset_ns is not None
+        else None,
+        "schedule_span_s": schedule.span_ns / NS_PER_S,
+        "scheduled_rate_rps": schedule.mean_rate,
+        "wall_s": tally.wall_ns / NS_PER_S,
+        "interrupted": tally.interrupted,
+        "valid": reason is None,
+        "invalid_reason": reason,
+        "window_rule": contract.window_rule,
+        "observer": contract.observer,
+        "quantile_method": QUANTILE_METHOD,
+        "contract_hash": contract.hash,
+    }
+
+
+def invalid_reason(tally: Tally, schedule: Schedule) -> str | None:
+    """A generator that was late by more than a tenth of the TTFT limit at p99 did not offer the load it claims."""
+    limit, lag = schedule.ttft_limit_ns, sorted(tally.dispatch_lag_ns)
+    if limit is None or not lag:
+        return None
+    p99 = lag[nearest_rank(990, len(lag)) - 1]
+    if p99 * 10 <= limit:
+        return None
+    return f"dispatch lag p99 {p99 / 1e6:.1f}ms is above a tenth of the ttft limit {format_ns(limit)}"
+
+
+def _rank_s(ordered: Sequence[int], permille: int) -> float | None:
+    return ordered[nearest_rank(permille, len(ordered)) - 1] / NS_PER_S if ordered else None
+
+
+def _quantile_s(ordered: Sequence[int], permille: int) -> float | None:
+    """None below the number of requests that bounds the quantile from above at 95 %."""
+    return _rank_s(ordered, permille) if len(ordered) >= min_n_upper(permille / 1000) else None
+
+
+def _note(n: int) -> str | None:
+    need = min_n_upper(0.99)
+    return f"n={n} < {need}" if n < need else None

@@ -1,0 +1,415 @@
+"""httpx transports that record what a consumer receives, around any transport that does the work.
+
+    client = OpenAI(http_client=httpx.Client(transport=ReceiptTransport("events", contract="contract.toml")))
+
+Works with httpx and httpx2, sync and async. A consumer pulls: a receipt is stamped when the pull that brought it
+returns, and the time between handing bytes over and the next pull is summed in `consumer_hold_ns`. Nothing that the
+observer does or fails to do reaches the call: its own errors are counted in `observer_errors` and dropped.
+
+A stream that the consumer leaves before its end is `cancelled(disconnect)`. Who knows better says so:
+
+    with stop_reason("voluntary"):      # or "client_timeout"
+        stream.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import orjson
+
+from sloscope import contract as contracts
+from sloscope.client.recorder import ReceiptLog, RequestRecorder
+from sloscope.contract import Contract, Limits, Resolved
+from sloscope.errors import ContractError
+from sloscope.ids import is_request_id, new_request_id
+
+ID_HEADER = "x-sloscope-request-id"
+RETRY_HEADER = "x-sloscope-retry-of"
+STOP_REASONS = ("voluntary", "client_timeout", "disconnect")
+_RETRY_COUNT = "x-stainless-retry-count"  # the openai package counts its retries here
+_READABLE_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate", "identity"})
+
+_stop_reason: ContextVar[str] = ContextVar("sloscope_stop_reason", default="")
+
+
+@contextmanager
+def stop_reason(reason: str) -> Iterator[None]:
+    """Streams that are closed or cancelled inside, in this thread or task, ended for this reason.
+
+    Raises ValueError for a reason other than voluntary, client_timeout and disconnect.
+    """
+    if reason not in STOP_REASONS:
+        raise ValueError(f"stop_reason: {reason!r} is not accepted; accepted: {', '.join(STOP_REASONS)}")
+    token = _stop_reason.set(reason)
+    try:
+        yield
+    finally:
+        _stop_reason.reset(token)
+
+
+class _Attempt(NamedTuple):
+    """The request that this thread or task sent last, to know a retry of it by. The body is kept as a hash."""
+
+    request_id: str
+    url: str
+    body_hash: int
+    retry_count: int
+
+
+_last_attempt: ContextVar[_Attempt | None] = ContextVar("sloscope_last_attempt", default=None)
+
+
+class _Observer:
+    """What the sync and the async transport share."""
+
+    def __init__(
+        self,
+        events: str | Path | None,
+        contract: Contract | str | Path | None,
+        tenant: str | None,
+        labels: Mapping[str, str | int | float | bool] | None,
+        on_end: Callable[[RequestRecorder], None] | None,
+    ) -> None:
+        self._contract = contracts.load(contract) if isinstance(contract, (str, Path)) else contract
+        self._contract_hash = self._contract.hash if self._contract is not None else None
+        self._tenant = tenant
+        self._labels = dict(labels or {})
+        self.log = ReceiptLog(None if events is None else Path(events), on_end=on_end)
+        self.errors = 0
+        self.last_error = ""
+
+    def guard(self, act: Callable[[], Any]) -> Any:
+        """The result, or None after an error of ours, which is counted and goes no further."""
+        try:
+            return act()
+        except Exception as error:
+            self.errors += 1
+            self.last_error = f"{type(error).__name__}: {error}"
+            return None
+
+    def begin(self, request: Any) -> RequestRecorder | None:
+        """None: this is no request for completions, or the observer failed."""
+        if request.method != "POST" or not request.url.path.rstrip("/").endswith("/completions"):
+            return None
+        send_ns = time.monotonic_ns()
+        recorder: RequestRecorder | None = self.guard(lambda: self._begin(request, send_ns))
+        return recorder
+
+    def _begin(self, request: Any, send_ns: int) -> RequestRecorder:
+        headers = request.headers
+        content = _content(request)
+        body = _json_object(content)
+        labels = dict(self._labels)
+        count = _whole(headers.get(_RETRY_COUNT)) or 0
+        if count:
+            labels["retry_count"] = count
+        request_id, retry_of = self._identity(request, content, count)
+        headers[ID_HEADER] = request_id
+        if retry_of is not None:
+            headers[RETRY_HEADER] = retry_of
+        _ask_for_what_we_can_read(headers)
+        self.log.start_ticking()
+        return self.log.open(
+            request_id,
+            send_ns,
+            streaming=body.get("stream") is True,
+            n_choices=_positive(body.get("n")) or 1,
+            resolved=self._resolve(headers),
+            model=body["model"][:256] if isinstance(body.get("model"), str) else None,
+            tenant=_short(headers.get("x-slo-tenant") or self._tenant),
+            external_id=_short(headers.get("x-request-id")),
+            retry_of=retry_of,
+            contract_hash=self._contract_hash,
+            max_tokens=_positive(body.get("max_completion_tokens")) or _positive(body.get("max_tokens")),
+            path=_short(request.url.path),
+            labels=labels or None,
+        )
+
+    def _identity(self, request: Any, content: bytes, count: int) -> tuple[str, str | None]:
+        """(request id, the request that this one retries)."""
+        headers, url, body_hash = request.headers, str(request.url), hash(content)
+        before, retry_of = _last_attempt.get(), headers.get(RETRY_HEADER)
+        if (
+            count
+            and before is not None
+            and (before.url, before.body_hash, before.retry_count) == (url, body_hash, count - 1)
+        ):
+            retry_of = before.request_id
+        own = headers.get(ID_HEADER, "")
+        # The openai package repeats the caller's headers on a retry; an id names one request only.
+        request_id = own if is_request_id(own) and not count and own != retry_of else new_request_id()
+        _last_attempt.set(_Attempt(request_id, url, body_hash, count))
+        return request_id, retry_of if retry_of is not None and is_request_id(retry_of) else None
+
+    def _resolve(self, headers: Any) -> Resolved | None:
+        class_name = headers.get("x-slo-class", "")
+        if self._contract is None:
+            return Resolved(class_name[:256], Limits(), {}, known=True) if class_name else None
+        try:
+            return contracts.resolve(self._contract, headers)
+        except ContractError:
+            # A limit that does not parse must not stop the call; the server will say what it thinks of it.
+            self.errors += 1
+            return contracts.resolve(self._contract, {"x-slo-class": class_name})
+
+    def failed(self, recorder: RequestRecorder, error: BaseException) -> None:
+        """The call, or a pull, raised."""
+        end_ns = time.monotonic_ns()
+        transport, left = _why(error)
+        self.guard(lambda: recorder.end(end_ns, transport, left, type(error).__name__))
+
+    def responded(self, recorder: RequestRecorder, response: Any, stream_class: Callable[[str], type[Any]]) -> None:
+        """The head has come: from here on the body passes through us."""
+
+        def watch() -> None:
+            recorder.response(response.status_code, response.headers)
+            response.stream = stream_class(_library(response))(self, recorder, response.stream)
+
+        self.guard(watch)
+
+    def close(self) -> None:
+        self.guard(self.log.close)
+
+
+class ReceiptTransport(httpx.BaseTransport):
+    """Records every POST to …/completions that passes through, and passes everything on unchanged.
+
+    `events`: directory of the records; None with `on_end` alone. `contract`: a Contract, a TOML file, or None, when
+    requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().
+    `on_end` is called with the RequestRecorder of each request that ended, in the thread that ended it.
+
+    Raises JournalError or ContractError here, before anything is sent, and nothing of its own afterwards.
+    """
+
+    def __init__(
+        self,
+        events: str | Path | None = None,
+        contract: Contract | str | Path | None = None,
+        inner: Any = None,
+        *,
+        tenant: str | None = None,
+        labels: Mapping[str, str | int | float | bool] | None = None,
+        on_end: Callable[[RequestRecorder], None] | None = None,
+    ) -> None:
+        self._observer = _Observer(events, contract, tenant, labels, on_end)
+        self._inner = inner if inner is not None else httpx.HTTPTransport()
+
+    @property
+    def observer_errors(self) -> int:
+        """Errors of the observer, and records that could not be written."""
+        return self._observer.errors + self._observer.log.lost
+
+    @property
+    def last_error(self) -> str:
+        return self._observer.last_error or self._observer.log.last_error
+
+    def handle_request(self, request: Any) -> Any:
+        recorder = self._observer.begin(request)
+        if recorder is None:
+            return self._inner.handle_request(request)
+        try:
+            response = self._inner.handle_request(request)
+        except BaseException as error:
+            self._observer.failed(recorder, error)
+            raise
+        self._observer.responded(recorder, response, _sync_class)
+        return response
+
+    def close(self) -> None:
+        try:
+            self._inner.close()
+        finally:
+            self._observer.close()
+
+
+class AsyncReceiptTransport(httpx.AsyncBaseTransport):
+    """ReceiptTransport for async clients; `inner` is by default httpx.AsyncHTTPTransport()."""
+
+    def __init__(
+        self,
+        events: str | Path | None = None,
+        contract: Contract | str | Path | None = None,
+        inner: Any = None,
+        *,
+        tenant: str | None = None,
+        labels: Mapping[str, str | int | float | bool] | None = None,
+        on_end: Callable[[RequestRecorder], None] | None = None,
+    ) -> None:
+        self._observer = _Observer(events, contract, tenant, labels, on_end)
+        self._inner = inner if inner is not None else httpx.AsyncHTTPTransport()
+
+    @property
+    def observer_errors(self) -> int:
+        """Errors of the observer, and records that could not be written."""
+        return self._observer.errors + self._observer.log.lost
+
+    @property
+    def last_error(self) -> str:
+        return self._observer.last_error or self._observer.log.last_error
+
+    async def handle_async_request(self, request: Any) -> Any:
+        recorder = self._observer.begin(request)
+        if recorder is None:
+            return await self._inner.handle_async_request(request)
+        try:
+            response = await self._inner.handle_async_request(request)
+        except BaseException as error:
+            self._observer.failed(recorder, error)
+            raise
+        self._observer.responded(recorder, response, _async_class)
+        return response
+
+    async def aclose(self) -> None:
+        try:
+            await self._inner.aclose()
+        finally:
+            self._observer.close()
+
+
+class _Watched:
+    """A response body on its way to the consumer."""
+
+    def __init__(self, observer: _Observer, recorder: RequestRecorder, inner: Any) -> None:
+        self._observer = observer
+        self._recorder = recorder
+        self._inner = inner
+
+    def _received(self, data: bytes) -> int:
+        """Records what a pull brought; the stamp from which the consumer holds it."""
+        t_ns = time.monotonic_ns()
+        self._observer.guard(lambda: self._recorder.receive(t_ns, data))
+        return time.monotonic_ns()
+
+    def _held(self, since_ns: int) -> None:
+        recorder = self._recorder
+        recorder.consumer_hold_ns = (recorder.consumer_hold_ns or 0) + time.monotonic_ns() - since_ns
+
+    def _over(self) -> None:
+        end_ns = time.monotonic_ns()
+        self._observer.guard(lambda: self._recorder.end(end_ns))
+
+    def _left(self) -> None:
+        end_ns, left = time.monotonic_ns(), _stop_reason.get() or "disconnect"
+        self._observer.guard(lambda: self._recorder.end(end_ns, left=left))
+
+    def __del__(self) -> None:
+        # A consumer that just drops its response. No lock may be taken in a finaliser.
+        self._recorder.abandon(time.monotonic_ns())
+
+
+class _SyncWatched(_Watched):
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for data in self._inner:
+                held_since_ns = self._received(data)
+                yield data
+                self._held(held_since_ns)
+        except GeneratorExit:
+            # The consumer stopped pulling; `close` or `__del__` records how it left.
+            raise
+        except BaseException as error:
+            self._observer.failed(self._recorder, error)
+            raise
+        self._over()
+
+    def close(self) -> None:
+        try:
+            self._inner.close()
+        finally:
+            self._left()
+
+
+class _AsyncWatched(_Watched):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for data in self._inner:
+                held_since_ns = self._received(data)
+                yield data
+                self._held(held_since_ns)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._observer.failed(self._recorder, error)
+            raise
+        self._over()
+
+    async def aclose(self) -> None:
+        try:
+            await self._inner.aclose()
+        finally:
+            self._left()
+
+
+def _library(response: Any) -> str:
+    """`httpx` or `httpx2`: each insists that a stream is an instance of its own base class."""
+    modules = [cls.__module__.partition(".")[0] for cls in type(response).__mro__]
+    return next((name for name in modules if name in ("httpx", "httpx2")), "httpx")
+
+
+@cache
+def _sync_class(library: str) -> type[Any]:
+    return type("ReceiptStream", (_SyncWatched, importlib.import_module(library).SyncByteStream), {})
+
+
+@cache
+def _async_class(library: str) -> type[Any]:
+    return type("AsyncReceiptStream", (_AsyncWatched, importlib.import_module(library).AsyncByteStream), {})
+
+
+def _why(error: BaseException) -> tuple[str, str]:
+    """(transport, left) as in definitions.StreamEnd. By class name, since httpx and httpx2 have the same names."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if names & {"ConnectError", "ConnectTimeout", "UnsupportedProtocol", "ProxyError"}:
+        return "connect_error", ""
+    if "TimeoutException" in names:
+        return "eof", "client_timeout"
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
+        return "eof", _stop_reason.get() or "disconnect"
+    return "reset", ""
+
+
+def _content(request: Any) -> bytes:
+    try:
+        content = request.content
+    except Exception:
+        # A body that is streamed up has not been read, and reading it is not ours to do.
+        return b""
+    return content if isinstance(content, bytes) else b""
+
+
+def _json_object(content: bytes) -> dict[str, Any]:
+    try:
+        body = orjson.loads(content)
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _ask_for_what_we_can_read(headers: Any) -> None:
+    """Takes encodings that the standard library cannot undo (br, zstd) out of Accept-Encoding."""
+    asked = [item.strip() for item in headers.get("accept-encoding", "").split(",") if item.strip()]
+    readable = [item for item in asked if item.partition(";")[0].strip().lower() in _READABLE_ENCODINGS]
+    if len(readable) < len(asked):
+        headers["accept-encoding"] = ", ".join(readable) or "identity"
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63 else None
+
+
+def _short(text: str | None) -> str | None:
+    return text[:1024] if text else None
