@@ -3,6 +3,7 @@
 from typing import Any
 
 from dashboards import promql, style
+from sloscope import catalogue
 
 _NOTHING = "not scraped"
 
@@ -44,16 +45,23 @@ def journal_lag() -> Any:
 def troubles() -> Any:
     return _rates(
         "What went wrong while recording",
-        "Data plane restarts, requests closed after their recorder died, reasons revised, receipts refused, tenants "
-        "folded into other, events not understood, requests of other APIs passed through.",
-        ("sloscope_data_plane_restarts_total", (), "data plane restarts"),
-        ("sloscope_recovered_requests_total", (), "recovered requests"),
-        ("sloscope_reason_revisions_total", (), "reasons revised"),
-        ("sloscope_receipts_rejected_total", ("cause",), "receipts refused: {{cause}}"),
-        ("sloscope_tenant_overflow_total", (), "tenants folded"),
-        ("sloscope_parse_problems_total", ("problem",), "not understood: {{problem}}"),
-        ("sloscope_sidecar_passthrough_total", (), "passed through"),
+        "Events a second that should be rare: restarts, recovered requests, revised reasons, refused receipts, folded "
+        "tenants, events not understood, requests of other APIs. Each line is named as its metric.",
+        *((row.name, row.labels, _named(row)) for row in _rare()),
     )
+
+
+def _rare() -> list[catalogue.Metric]:
+    """Every counter of the recorder without a panel of its own, so that a new one shows without further work."""
+    shown = ("sloscope_journal_records_total", "sloscope_journal_dropped_total", "sloscope_journal_bytes_total")
+    passed = catalogue.get("sloscope_sidecar_passthrough_total")
+    recorder = [row for row in catalogue.METRICS if row.kind == "counter" and row.measured_at in ("recorder", "sql")]
+    return [row for row in (passed, *recorder) if row.name not in shown]
+
+
+def _named(row: catalogue.Metric) -> str:
+    words = row.family.removeprefix(catalogue.PREFIX).replace("_", " ")
+    return " ".join((words, *(f"{{{{{label}}}}}" for label in row.labels)))
 
 
 def upstreams_up() -> Any:
@@ -84,5 +92,4 @@ def builds() -> Any:
         "What is running",
         "Version, contract and observer of every scraped process. Two contract hashes: do not compare their numbers.",
         [style.query(promql.highest(build, ("version", "contract_hash", "observer")), "")],
-        span=24,
     )

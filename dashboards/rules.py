@@ -145,7 +145,7 @@ def _burn_alerts(contract: Contract, runbooks: str) -> Iterator[Alert]:
                 (*_burning(row, window, threshold), _enough(row, window.long)),
                 window.hold,
                 window.severity,
-                f"Class {row.name} burns its error budget at more than {_plain(threshold)} times the sustainable rate",
+                f"Class {row.name} burns its error budget at more than {_plain(threshold)}× the sustainable rate",
                 f"Over {window.long} and over {window.short} the error budget of class {row.name} "
                 f"(objective {row.objective}) burns above {_plain(threshold)}; now {{{{ $value | humanize }}}}. At "
                 f"{_plain(threshold)}, {_plain(window.spent * 100)} % of the period's budget is gone in {window.long}.",

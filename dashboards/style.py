@@ -92,7 +92,7 @@ def distribution(title: str, description: str, unit: str, expr: str, *, span: in
 
 def facts(title: str, description: str, targets: Sequence[Any], *, span: int = 12) -> table.Panel:
     """Labels of gauges as rows, for what is a fact and no curve."""
-    panel = _dressed(table.Panel(), title, description, "short", "not scraped", span, 5).datasource(PROMETHEUS)
+    panel = _dressed(table.Panel(), title, description, "short", "not scraped", span, 8).datasource(PROMETHEUS)
     for target in targets:
         panel = panel.with_target(target.format(PromQueryFormat.TABLE).instant())
     return panel
