@@ -1,0 +1,524 @@
+"""One completion, from its body to its end record, as a raw ASGI response.
+
+Raw, because the stamps must be true: `written_ns` is taken when `send` returns, and the consumer's leaving is seen by
+listening beside the writing, not by the next write.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from reference_server.faults import parse_fault
+from reference_server.front_end import FrontEnd, Live, Token
+from reference_server.openai_api import (
+    DONE,
+    ApiError,
+    ChunkBuilder,
+    CompletionRequest,
+    error_event,
+    parse_body,
+    usage,
+    whole_answer,
+)
+from sloscope import contract, records
+from sloscope.definitions import StreamEnd, classify_end
+from sloscope.errors import ConfigError, ContractError, ModelFileError
+from sloscope.ids import is_request_id, new_request_id
+
+MAX_BODY_BYTES = 16 << 20
+LONG_PROMPT_CHARS = 4096  # from here on encoding takes milliseconds: not on the loop
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(slots=True)
+class Hop:
+    """What the protocol below knows of a request: stamps at the socket, and how to close it at once."""
+
+    arrived_ns: int
+    body_complete_ns: int | None = None
+    socket_closed_ns: int | None = None
+    abort: Any = None  # () -> None
+
+
+class ClientLeftError(Exception):
+    """The consumer was gone before its body was complete."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """What is known of the end so far; becomes the end record."""
+
+    http_status: int | None = None
+    finish_reason: str = ""
+    error: str | None = None
+    done: bool = False
+    events: int = 0  # output events written
+    tokens: int = 0  # output tokens written
+    prompt_tokens: int | None = None
+    bytes: int = 0
+    min_tokens: int = 1
+
+
+@dataclass(slots=True)
+class Asked:
+    """Everything about a request that was found good."""
+
+    completion: CompletionRequest
+    prompt: list[int]
+    max_tokens: int
+    stop_after: int | None
+    fault: str
+    own: Mapping[str, int] = field(default_factory=dict)
+
+
+class Answer(Response):
+    def __init__(self, front_end: FrontEnd, chat: bool) -> None:
+        # Response.__init__ would render a body; everything happens in __call__.
+        self.background = None
+        self.status_code = 200
+        self._front = front_end
+        self._chat = chat
+        self._end = Ending()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front, clock = self._front, self._front.clock
+        self._hop: Hop = scope.get("extensions", {}).get("sloscope") or Hop(clock.monotonic_ns())
+        self._asked_headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self._send_asgi = send
+        self.request_id = self._identity()
+        self._live = Live(self.request_id, cut=self._hop.abort or (lambda: None))
+        try:
+            await self._answer(receive)
+        finally:
+            front.close(self._live)
+            self._record_end()
+
+    def _identity(self) -> str:
+        claimed = self._asked_headers.get("x-sloscope-request-id", "")
+        if is_request_id(claimed) and self._front.believe(claimed):
+            return claimed
+        made = new_request_id(self._front.clock.wall_ns())
+        self._front.believe(made)
+        return made
+
+    async def _answer(self, receive: Receive) -> None:
+        known: dict[str, Any] = {}
+        watcher: asyncio.Task[None] | None = None
+        try:
+            try:
+                body = await self._read_body(receive)
+                watcher = asyncio.create_task(self._watch(receive))
+                asked = await self._understand(body, known)
+            finally:
+                self._record_begin(known)
+            await self._run(asked)
+        except ClientLeftError:
+            self._live.left = "disconnect"
+        except ApiError as error:
+            await self._refuse(error)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+
+    # --- the request
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeftError
+            body += message.get("body", b"")
+            if len(body) > MAX_BODY_BYTES:
+                raise ApiError(413, f"body: more than {MAX_BODY_BYTES} bytes; accepted: at most that")
+            if not message.get("more_body", False):
+                if self._hop.body_complete_ns is None:
+                    self._hop.body_complete_ns = self._front.clock.monotonic_ns()
+                return bytes(body)
+
+    async def _understand(self, body: bytes, known: dict[str, Any]) -> Asked:
+        """Fills `known` for the begin record as far as it gets."""
+        front = self._front
+        known |= self._promised()
+        if not front.healthy:
+            raise ApiError(503, "the server is stopping", kind="server_error", code="stopping")
+        completion = parse_body(body, self._chat)
+        known |= {
+            "model": completion.model[:256],
+            "streaming": completion.stream,
+            "n_choices": 1,
+            "max_tokens": completion.max_tokens,
+        }
+        if completion.model != front.model:
+            raise ApiError(
+                404, f"model: {completion.model[:60]!r} is not served here; accepted: {front.model}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        stop_after = self._stop_after()
+        fault = self._fault()
+        known["stop_after"] = stop_after
+        prompt = await self._encode(completion)
+        self._end.prompt_tokens = known["prompt_tokens"] = len(prompt)
+        room = front.max_context - len(prompt)
+        max_tokens = completion.max_tokens or min(front.default_max_tokens, max(room, 1))
+        if max_tokens > room:
+            raise ApiError(
+                400,
+                f"max_tokens: prompt {len(prompt)} + max_tokens {max_tokens} = {len(prompt) + max_tokens} tokens; "
+                f"accepted: at most {front.max_context} together",
+                param="max_tokens", code="context_length_exceeded",
+            )  # fmt: skip
+        known["max_tokens"] = max_tokens
+        return Asked(completion, prompt, max_tokens, stop_after, fault)
+
+    def _promised(self) -> dict[str, Any]:
+        front = self._front
+        try:
+            resolved = contract.resolve(front.contract, self._asked_headers)
+        except ContractError as error:
+            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
+        name = resolved.class_name
+        if not resolved.known:
+            name = self._asked_headers[contract.CLASS_HEADER]
+            if front.has_contract:
+                accepted = ", ".join(front.contract.classes)
+                raise ApiError(
+                    400, f"{contract.CLASS_HEADER}: {name[:60]!r} is unknown; accepted: {accepted}",
+                    param=contract.CLASS_HEADER,
+                )  # fmt: skip
+        self._end.min_tokens = resolved.limits.min_tokens
+        return {
+            "class_": name[:256],
+            "contract_hash": front.contract_hash,
+            "limits": resolved.limits.as_record() if front.has_contract or resolved.own else None,
+            "own_limits": dict(resolved.own) or None,
+        }
+
+    def _stop_after(self) -> int | None:
+        text = self._asked_headers.get("x-sloscope-stop-after")
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1_000_000):
+            raise ApiError(
+                400, f"x-sloscope-stop-after: {text[:40]!r} is not accepted; accepted: a number of tokens from 1",
+                param="x-sloscope-stop-after",
+            )  # fmt: skip
+        return int(text)
+
+    def _fault(self) -> str:
+        text = self._asked_headers.get("x-sloscope-fault", "")
+        if not text:
+            return ""
+        if not self._front.allow_faults:
+            raise ApiError(
+                400, "x-sloscope-fault: faults are off; accepted: only with sloscope serve --allow-faults",
+                param="x-sloscope-fault",
+            )  # fmt: skip
+        try:
+            parse_fault(text)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="x-sloscope-fault") from None
+        return text
+
+    async def _encode(self, completion: CompletionRequest) -> list[int]:
+        tokenizer = self._front.tokenizer
+        if isinstance(completion.prompt, list):
+            vocabulary = len(tokenizer.spec.tokens)
+            if not all(0 <= token_id < vocabulary for token_id in completion.prompt):
+                raise ApiError(
+                    400, f"prompt: a token id is out of range; accepted: 0 to {vocabulary - 1}", param="prompt"
+                )
+            return completion.prompt
+        try:
+            text = completion.prompt or tokenizer.render_chat(completion.messages or [])
+        except ModelFileError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        if len(text) < LONG_PROMPT_CHARS:
+            ids = tokenizer.encode(text)
+        else:
+            ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
+        if not ids:
+            raise ApiError(400, "prompt: no tokens; accepted: at least one", param="prompt")
+        return ids
+
+    # --- the answer
+
+    async def _watch(self, receive: Receive) -> None:
+        """Returns when the consumer's connection is gone, or the response complete."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._end.done:
+            self._front.leave(self._live, "disconnect")
+
+    async def _run(self, asked: Asked) -> None:
+        front, live, completion = self._front, self._live, asked.completion
+        if live.left:
+            return
+        front.submit(
+            live,
+            prompt=asked.prompt,
+            max_tokens=asked.max_tokens,
+            stop_after=asked.stop_after,
+            temperature=completion.temperature,
+            top_p=completion.top_p,
+            seed=int.from_bytes(os.urandom(7), "big") if completion.seed is None else completion.seed,
+            mask_eos=front.mask_eos or completion.ignore_eos or asked.stop_after is not None,
+            tenant=self._asked_headers.get("x-slo-tenant", "")[:256],
+            arrived_ns=self._hop.arrived_ns,
+            fault=asked.fault,
+        )
+        await self._verdict()
+        if live.left:
+            return
+        text = AnswerText(front, live, completion, self._end)
+        answer_id = f"{'chatcmpl' if self._chat else 'cmpl'}-{self.request_id}"
+        if completion.stream:
+            await self._stream(answer_id, completion, text)
+        else:
+            await self._whole(answer_id, completion, text)
+
+    async def _verdict(self) -> None:
+        """Waits until the engine took the request in. ApiError if it did not."""
+        live = self._live
+        while not (live.accepted or live.left):
+            if live.refusal is not None:
+                refusal = live.refusal
+                status, code = (429, "rejected") if refusal.retry else (400, refusal.reason)
+                raise ApiError(
+                    status, refusal.message, kind="rate_limit_error" if refusal.retry else "invalid_request_error",
+                    code=code, retry_after_s=1 if refusal.retry else None,
+                )  # fmt: skip
+            if live.error is not None:
+                raise ApiError(500, live.error, kind="server_error", code="engine")
+            await live.news.wait()
+            live.news.clear()
+
+    async def _stream(self, answer_id: str, completion: CompletionRequest, text: "AnswerText") -> None:
+        front, live, end = self._front, self._live, self._end
+        null_usage = completion.include_usage and not completion.continuous_usage
+        chunks = ChunkBuilder(answer_id, front.model, front.created, self._chat, null_usage)
+        await self._start(200, _STREAM_HEADERS)
+        if self._chat:
+            await self._write(chunks.role())
+        while not live.left:
+            pieces = text.take()
+            if pieces:
+                continuous = completion.continuous_usage
+                data = b"".join(
+                    [chunks.text(piece, self._usage(tokens) if continuous else None) for piece, tokens in pieces]
+                )
+                await self._write(data)
+                text.written(pieces)
+            if text.finish_reason:
+                break
+            if live.error is not None:
+                end.error = "engine"
+                await self._write(error_event(live.error, "server_error", "engine"), last=True)
+                return
+            if not pieces:
+                await live.news.wait()
+                live.news.clear()
+        if live.left:
+            return
+        used, timings = self._usage(text.tokens), text.timings(self.request_id, self._hop.arrived_ns)
+        split = completion.include_usage
+        data = chunks.finish(
+            text.finish_reason, used if completion.continuous_usage else None, None if split else timings
+        )
+        if split:
+            data += chunks.usage(used, timings)
+        await self._write(data + DONE, last=True)
+        if not live.left:
+            end.finish_reason, end.done = text.finish_reason, True
+
+    async def _whole(self, answer_id: str, completion: CompletionRequest, text: "AnswerText") -> None:
+        front, live, end = self._front, self._live, self._end
+        pieces: list[tuple[str, int]] = []
+        while not live.left:
+            pieces += text.take()
+            if text.finish_reason:
+                break
+            if live.error is not None:
+                raise ApiError(500, live.error, kind="server_error", code="engine")
+            await live.news.wait()
+            live.news.clear()
+        if live.left:
+            return
+        body = whole_answer(
+            answer_id,
+            front.model,
+            front.created,
+            self._chat,
+            "".join(piece for piece, _ in pieces),
+            text.finish_reason,
+            self._usage(text.tokens),
+            text.timings(self.request_id, self._hop.arrived_ns),
+        )
+        await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+        await self._write(body, last=True)
+        text.written(pieces)
+        if not live.left:
+            end.finish_reason, end.done = text.finish_reason, True
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        return usage(self._end.prompt_tokens or 0, tokens)
+
+    async def _refuse(self, error: ApiError) -> None:
+        body = error.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        if error.status == 413:
+            headers.append((b"connection", b"close"))
+        await self._start(error.status, headers)
+        await self._write(body, last=True)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        identity = [(b"x-sloscope-request-id", self.request_id.encode())]
+        if external_id := self._asked_headers.get("x-request-id"):
+            identity.append((b"x-request-id", external_id.encode("latin-1")))
+        self._end.http_status = status
+        await self._send_asgi({"type": "http.response.start", "status": status, "headers": headers + identity})
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        """Waits while the socket is full."""
+        message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
+        await self._send_asgi(message)
+        self._end.bytes += len(data)
+
+    # --- records
+
+    def _record_begin(self, known: Mapping[str, Any]) -> None:
+        front, headers = self._front, self._asked_headers
+        retry_of = headers.get("x-sloscope-retry-of", "")
+        retries = headers.get("x-stainless-retry-count", "")
+        front.begin(
+            records.make(
+                "begin",
+                request_id=self.request_id,
+                attempt=0,
+                observer="engine",
+                role="server",
+                clock_id=front.clock.clock_id,
+                external_id=headers.get("x-request-id", "")[:256] or None,
+                retry_of=retry_of if is_request_id(retry_of) else None,
+                arrived_ns=self._hop.arrived_ns,
+                body_complete_ns=self._hop.body_complete_ns,
+                tenant=headers.get("x-slo-tenant", "")[:256] or None,
+                labels={"retry_count": int(retries)} if retries.isdecimal() and retries.strip("0") else None,
+                path="/v1/chat/completions" if self._chat else "/v1/completions",
+                **known,
+            )
+        )
+
+    def _record_end(self) -> None:
+        front, live, end = self._front, self._live, self._end
+        end_ns = front.clock.monotonic_ns()
+        outcome, reason = classify_end(
+            StreamEnd(
+                http_status=end.http_status,
+                left=live.left,
+                finishes={0: end.finish_reason} if end.finish_reason else {},
+                done=end.done,
+                error=end.error,
+                events=end.events,
+                min_tokens=end.min_tokens,
+            )
+        )
+        front.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
+        if live.left and self._hop.socket_closed_ns is not None:
+            front.record(
+                "late",
+                request_id=self.request_id,
+                attempt=0,
+                observer="engine",
+                socket_closed_ns=self._hop.socket_closed_ns,
+            )
+        front.record(
+            "end",
+            request_id=self.request_id,
+            attempt=0,
+            outcome=outcome,
+            reason=reason,
+            finish_reason=[end.finish_reason] if end.finish_reason else None,
+            end_ns=end_ns,
+            prompt_tokens=end.prompt_tokens,
+            output_tokens=end.tokens,
+            token_source="engine",
+            http_status=end.http_status,
+            bytes=end.bytes,
+        )
+        if front.journal is not None:
+            front.journal.flush()
+
+
+class AnswerText:
+    """Tokens of one request to pieces of text, and to the stamps of its output events.
+
+    A piece is one output event: the text that became safe to send with a token. Tokens whose text is held back are
+    counted by the event that brings it.
+    """
+
+    def __init__(self, front_end: FrontEnd, live: Live, completion: CompletionRequest, end: Ending) -> None:
+        self._front = front_end
+        self._live = live
+        self._end = end
+        self._text = front_end.tokenizer.text_stream(completion.stop)
+        self._last: Token | None = None
+        self._first_computed_ns: int | None = None
+        self.tokens = 0
+        self.finish_reason = ""
+
+    def take(self) -> list[tuple[str, int]]:
+        """What has come: (text, tokens so far) of each output event."""
+        pieces = []
+        mailbox, emissions = self._live.mailbox, self._live.emissions
+        while mailbox and not self.finish_reason:
+            token = mailbox.popleft()
+            self._last = token
+            if self._first_computed_ns is None:
+                self._first_computed_ns = token.computed_ns
+            piece = ""
+            if token.visible:
+                self.tokens += 1
+                piece = self._text.push(token.token_id)
+                if self._text.stopped_by is not None:
+                    self.finish_reason = "stop"
+                    if not token.finish:
+                        self._front.finish(self._live)
+            if token.finish and not self.finish_reason:
+                self.finish_reason = token.finish
+                piece += self._text.finish()
+            if piece:
+                emissions.add(self.tokens, token)
+                pieces.append((piece, self.tokens))
+        return pieces
+
+    def written(self, pieces: list[tuple[str, int]]) -> None:
+        """The pieces are on their way: stamp them, unless the consumer had left."""
+        if not pieces or self._live.left:
+            return
+        self._live.emissions.stamp(self._front.clock.monotonic_ns())
+        self._live.delivered = self._end.tokens = pieces[-1][1]
+        self._end.events += len(pieces)
+
+    def timings(self, request_id: str, arrived_ns: int) -> dict[str, Any]:
+        """The engine's own durations, in ms, for the last chunk."""
+        live, first, last = self._live, self._first_computed_ns, self._last
+        assert first is not None and last is not None and live.queued_ns is not None and live.started_ns is not None
+        return {
+            "request_id": request_id,
+            "queue_ms": (live.started_ns - live.queued_ns) / 1e6,
+            "prefill_ms": (first - live.started_ns) / 1e6,
+            "decode_ms": (last.computed_ns - first) / 1e6,
+            "ttft_ms": (first - arrived_ns) / 1e6,
+        }

@@ -1,0 +1,133 @@
+"""The HTTP surface of the reference server."""
+
+import contextlib
+import time
+from collections.abc import Generator
+from typing import Any
+
+import orjson
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from reference_server.answer import Answer, Hop
+from reference_server.faults import MAX_DELAY_NS
+from reference_server.front_end import FrontEnd
+from reference_server.openai_api import ApiError
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_LOOPBACK = ("127.0.0.1", "::1")
+
+
+class StampingProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers."""
+
+    _received_ns = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._received_ns = time.monotonic_ns()
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._hop = Hop(self._received_ns, abort=self.transport.abort)
+        self.scope["extensions"] = {"sloscope": self._hop}  # type: ignore[dict-item]
+
+    def on_message_complete(self) -> None:
+        self._hop.body_complete_ns = self._received_ns
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.cycle is not None:
+            hop: Hop = self.cycle.scope["extensions"]["sloscope"]  # type: ignore[assignment]
+            hop.socket_closed_ns = time.monotonic_ns()
+        super().connection_lost(exc)
+
+
+class Server(uvicorn.Server):
+    """uvicorn that leaves signals to its caller, who decides the order of the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def make_server(app: FastAPI) -> Server:
+    return Server(
+        uvicorn.Config(
+            app,
+            http=StampingProtocol,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            backlog=2048,
+            timeout_graceful_shutdown=5,
+        )
+    )
+
+
+def make_app(front_end: FrontEnd) -> FastAPI:
+    app = FastAPI(title="sloscope reference server", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request) -> Response:
+        return Answer(front_end, chat=True)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request) -> Response:
+        return Answer(front_end, chat=False)
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Response:
+        model = {"id": front_end.model, "object": "model", "created": front_end.created, "owned_by": "sloscope"}
+        return _json(200, {"object": "list", "data": [model | {"max_model_len": front_end.max_context}]})
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        if front_end.engine.lost.is_set():
+            return _json(503, {"status": "engine lost"})
+        return _json(503, {"status": "stopping"}) if front_end.stopping else _json(200, {"status": "ok"})
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(await front_end.scrape(), media_type=None, headers={"content-type": METRICS_TYPE})
+
+    @app.post("/faults", response_model=None)
+    async def faults(request: Request) -> Response:
+        """{"stall_ms": 200}: the next step takes that much more."""
+        if request.client is None or request.client.host not in _LOOPBACK:
+            raise ApiError(403, "faults: only from the loopback address")
+        if not front_end.allow_faults:
+            raise ApiError(403, "faults: are off; accepted: only with sloscope serve --allow-faults")
+        front_end.stall(_stall_ns(await request.body()))
+        return _json(200, {"status": "ok"})
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return Response(error.body(), error.status, media_type="application/json")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        body = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").body()
+        return Response(body, error.status_code, error.headers, "application/json")
+
+    return app
+
+
+def _stall_ns(body: bytes) -> int:
+    accepted = f'accepted: {{"stall_ms": a number above 0, at most {MAX_DELAY_NS // 1_000_000}}}'
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise ApiError(400, f"body: not JSON; {accepted}") from None
+    stall_ms = document.get("stall_ms") if isinstance(document, dict) and len(document) == 1 else None
+    if not isinstance(stall_ms, (int, float)) or isinstance(stall_ms, bool) or not 0 < stall_ms * 1e6 <= MAX_DELAY_NS:
+        raise ApiError(400, f"stall_ms: {stall_ms!r} is not accepted; {accepted}", param="stall_ms")
+    return round(stall_ms * 1e6)
+
+
+def _json(status: int, body: Any) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")

@@ -1,0 +1,219 @@
+"""`sloscope serve`: everything is checked before anything starts; one line when it is ready; a clean end."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import typer
+import uvloop
+
+from reference_server.app import make_app, make_server
+from reference_server.engine_process import EngineConfig
+from reference_server.front_end import FrontEnd
+from reference_server.model_store import resolve_model
+from sloscope import contract as contracts
+from sloscope.clock import SystemClock
+from sloscope.contract import Contract
+from sloscope.errors import ConfigError
+from sloscope.journal import JournalWriter
+from sloscope.output import message
+from sloscope.units import NS_PER_S, parse_address, parse_duration_ns
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+ENGINE_EXIT_S = 5.0
+LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
+
+
+@app.command()
+def serve(
+    model: str = typer.Option("builtin", help="builtin, smollm2 or the path of a GGUF file."),
+    listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; port 0 takes a free one."),
+    events: Path | None = typer.Option(None, help="Events directory for the journal; without it nothing is recorded."),
+    contract: Path | None = typer.Option(None, help="SLO contract (TOML); unknown classes are then refused."),
+    goodput: str | None = typer.Option(None, help="A contract as limits in ms: 'ttft:300 itl_max:30'."),
+    max_batch: int = typer.Option(16, min=1, max=1024, help="Requests in one iteration."),
+    max_waiting: int = typer.Option(1024, min=0, help="Requests that may wait; one more is refused with 429."),
+    max_context: int = typer.Option(0, min=0, help="Tokens of prompt and answer together; 0: what the model knows."),
+    kv_blocks: int = typer.Option(0, min=0, help="KV blocks of the pool; 0: full context for the whole batch."),
+    block_tokens: int = typer.Option(16, min=1, help="Tokens in a KV block."),
+    prefill_tokens: int = typer.Option(0, min=0, help="Prompt tokens run in one iteration; 0: whole prompts."),
+    default_max_tokens: int = typer.Option(256, min=1, help="Answer length when the request does not say, tokens."),
+    max_undelivered: int = typer.Option(
+        4096, min=1, help="Tokens computed and not written; beyond, the reader is cut."
+    ),
+    send_buffer: int = typer.Option(
+        0, min=0, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
+    ),
+    threads: int = typer.Option(0, min=0, help="torch threads; 0: cores - 1, at least 1."),
+    dtype: str = typer.Option("float32", help="float32 or bfloat16."),
+    device: str = typer.Option("cpu", help="cpu or cuda."),
+    drain: str = typer.Option("10s", help="At SIGTERM, how long running requests may go on; a second signal ends it."),
+    allow_faults: bool = typer.Option(False, "--allow-faults", help="Obey x-sloscope-fault and POST /faults."),
+) -> None:
+    """Run the instrumented reference server (OpenAI-compatible)."""
+    drain_ns = parse_duration_ns(drain, "--drain")
+    resolve_model(model)
+    promised = _contract(contract, goodput)
+    # Listening starts when the engine is ready; the address is taken before anything else is started.
+    sock = _bind(listen, send_buffer)
+    clock = SystemClock()
+    journal = JournalWriter(events, "engine", clock, orjson.dumps) if events is not None else None
+    config = EngineConfig(
+        model=model,
+        slots=max_batch,
+        max_context=max_context,
+        kv_blocks=kv_blocks,
+        block_tokens=block_tokens,
+        max_waiting=max_waiting,
+        prefill_tokens=prefill_tokens,
+        threads=threads or max(1, len(os.sched_getaffinity(0)) - 1),
+        dtype=dtype,
+        device=device,
+        events=str(events) if events is not None else "",
+    )
+    front_end = FrontEnd(
+        clock,
+        promised,
+        journal,
+        max_undelivered=max_undelivered,
+        default_max_tokens=default_max_tokens,
+        allow_faults=allow_faults,
+    )
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(_run(front_end, config, sock, drain_ns / NS_PER_S))
+    finally:
+        if journal is not None:
+            journal.close()
+    raise typer.Exit(code)
+
+
+def _contract(path: Path | None, goodput: str | None) -> Contract | None:
+    if path is not None and goodput is not None:
+        raise ConfigError("--goodput: given together with --contract; accepted: one of them")
+    if path is not None:
+        return contracts.load(path)
+    return contracts.from_shorthand(goodput) if goodput is not None else None
+
+
+def _bind(listen: str, send_buffer: int) -> socket.socket:
+    host, port = parse_address(listen, "--listen")
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # connections inherit it
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"--listen: {listen!r}: {error.strerror}; accepted: a free address of this host") from None
+    return sock
+
+
+class EngineProcess:
+    """The child. It ends when its socket closes; `stop` makes sure."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.sock, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "reference_server.engine_process", str(theirs.fileno()), config.to_json()],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+        )
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def stop(self) -> int:
+        """Its exit code."""
+        try:
+            return await asyncio.to_thread(self._process.wait, ENGINE_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+
+async def _run(front_end: FrontEnd, config: EngineConfig, sock: socket.socket, drain_s: float) -> int:
+    """Exit code: 0 after a signal, 1 when the engine died. ConfigError when it could not start."""
+    signalled = asyncio.Event()
+    hurried = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (hurried if signalled.is_set() else signalled).set())
+    process = EngineProcess(config)
+    await front_end.connect(process.sock)
+    engine = front_end.engine
+    try:
+        await _first_of(engine.ready, signalled.wait(), engine.lost.wait())
+        if engine.ready.done():
+            word = engine.ready.result()
+            if word["op"] == "failed":
+                raise ConfigError(word["message"])
+            front_end.on_ready(word)
+            return await _serve(front_end, process, sock, signalled, hurried, drain_s)
+        if signalled.is_set():
+            return 0
+        message(f"error: the engine process ended before it was ready (exit code {await process.stop()})")
+        return 1
+    finally:
+        engine.close()
+        await process.stop()
+        sock.close()
+
+
+async def _serve(
+    front_end: FrontEnd,
+    process: EngineProcess,
+    sock: socket.socket,
+    signalled: asyncio.Event,
+    hurried: asyncio.Event,
+    drain_s: float,
+) -> int:
+    host, port = sock.getsockname()[:2]
+    server = make_server(make_app(front_end))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    tending = asyncio.create_task(front_end.tend_journal())
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.005)
+    message(f"serving {front_end.model} on http://{f'[{host}]' if ':' in host else host}:{port}")
+    lost = front_end.engine.lost
+    await _first_of(signalled.wait(), lost.wait(), serving)
+    front_end.stopping = True
+    if lost.is_set():
+        code = await process.stop()
+        message(f"error: the engine process ended (exit code {code}); running requests get an error")
+        front_end.fail_all("the engine process is gone")
+        await _first_of(asyncio.sleep(LOST_GRACE_S), signalled.wait())
+    else:
+        await _first_of(_idle(front_end), hurried.wait(), lost.wait(), asyncio.sleep(drain_s))
+        front_end.fail_all("the server is stopping")
+        await _first_of(_idle(front_end), asyncio.sleep(1.0))
+    for live in list(front_end.live.values()):
+        live.cut()  # does not read: waiting longer would not help
+    server.should_exit = True
+    await serving
+    tending.cancel()
+    return 1 if lost.is_set() else 0
+
+
+async def _idle(front_end: FrontEnd) -> None:
+    while front_end.live:
+        await asyncio.sleep(0.01)
+
+
+async def _first_of(*waits: object) -> None:
+    """Returns when the first is done; those that were only waited for are dropped, tasks and futures go on."""
+    own = [wait for wait in waits if asyncio.iscoroutine(wait)]
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for wait, task in zip(waits, tasks, strict=True):
+        if wait in own:
+            task.cancel()

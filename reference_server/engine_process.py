@@ -1,0 +1,120 @@
+"""The engine process: `python -m reference_server.engine_process FD CONFIG`.
+
+FD is one end of a socket pair, CONFIG the JSON of an EngineConfig. It says `ready` or `failed` once, then runs until
+the other end closes, however the front end died: no engine is left behind.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import orjson
+
+from reference_server.engine import Engine, StepRunner
+from reference_server.kv_blocks import BlockPool
+from reference_server.link import EngineLink, LinkClosedError
+from reference_server.model_store import resolve_model
+from reference_server.scheduler import Limits, Scheduler
+from reference_server.step_types import StepItem
+from sloscope.clock import SystemClock
+from sloscope.errors import SloscopeError
+from sloscope.exposition import MetricStore
+from sloscope.journal import JournalWriter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Plain data that crosses to the engine process. `max_context` 0: what the model was trained for."""
+
+    model: str
+    slots: int = 16
+    max_context: int = 0
+    kv_blocks: int = 0  # 0: room for every slot at full context
+    block_tokens: int = 16
+    max_waiting: int = 1024
+    prefill_tokens: int = 0  # 0: whole prompts
+    threads: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    events: str = ""
+    seed: int = 0
+
+    def to_json(self) -> str:
+        return orjson.dumps(asdict(self)).decode()
+
+
+def serve(link: EngineLink, config: EngineConfig) -> None:
+    # torch is slow to import: what does not need it has been checked by now.
+    import torch
+
+    from reference_server.loader import DTYPES, load_checkpoint, make_runner
+
+    torch.set_num_threads(config.threads)
+    source = resolve_model(config.model)
+    checkpoint = load_checkpoint(source, DTYPES.get(config.dtype, torch.float32))
+    # Four positions are the least that the warm-up needs.
+    context = max(4, min(config.max_context or checkpoint.config.max_context, checkpoint.config.max_context))
+    runner = make_runner(checkpoint, config.slots, context, config.dtype, config.device)
+    blocks = config.kv_blocks or config.slots * -(-context // config.block_tokens)
+    clock = SystemClock()
+    journal = JournalWriter(Path(config.events), "engine", clock, orjson.dumps) if config.events else None
+    limits = Limits(config.slots, context, config.max_waiting, config.prefill_tokens or None)
+    engine = Engine(
+        runner,
+        Scheduler(limits, BlockPool(blocks, config.block_tokens), checkpoint.config.eos_ids),
+        link,
+        MetricStore("server"),
+        journal,
+        clock,
+        checkpoint.config,
+        DTYPES[config.dtype].itemsize,
+    )
+    warm_up(runner)
+    spec = asdict(checkpoint.tokenizer)
+    link.send_all(
+        {
+            "op": "ready",
+            "model": source.name,
+            "tokenizer": spec | {"control_ids": sorted(checkpoint.tokenizer.control_ids)},
+            "mask_eos": checkpoint.mask_eos,
+            "max_context": context,
+            "kv_blocks": blocks,
+            "pid": os.getpid(),
+        }
+    )
+    # What is alive now stays: a collection in mid-run would walk the whole model for nothing.
+    gc.collect()
+    gc.freeze()
+    try:
+        engine.run()
+    finally:
+        if journal is not None:
+            journal.close()
+
+
+def warm_up(runner: StepRunner) -> None:
+    """A prefill and a decode that nobody waits for: first uses of the kernels take a hundred times longer."""
+    runner.step([StepItem(slot=0, token_ids=[0, 0, 0], position0=0, sample=True)])
+    runner.step([StepItem(slot=0, token_ids=[0], position0=3, sample=True)])
+    runner.free(0)
+
+
+def main() -> None:
+    # Ctrl-C reaches the whole group; the front end decides, and closes the link when it is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = EngineLink(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        serve(link, EngineConfig(**orjson.loads(sys.argv[2])))
+    except LinkClosedError:
+        pass  # the usual end
+    except SloscopeError as error:
+        link.send_all({"op": "failed", "message": str(error)})
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

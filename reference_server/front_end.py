@@ -1,0 +1,323 @@
+"""The front end's state: requests alive, the link to the engine process, the journal, the metrics. No HTTP here.
+
+It runs on one asyncio loop. What the engine says wakes the one request that it concerns.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+from reference_server.link import FrameBuffer, Message, encode
+from reference_server.scheduler import Refusal
+from reference_server.tokenizer import Tokenizer, TokenizerSpec
+from sloscope import records
+from sloscope.clock import Clock
+from sloscope.contract import Contract, Limits, RequestClass
+from sloscope.errors import ModelFileError
+from sloscope.exposition import MetricStore
+from sloscope.journal import JournalWriter
+
+# Without a contract nothing is promised, and no class is unknown.
+NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
+FLUSH_EVERY_S = 1.0
+SCRAPE_WAIT_S = 0.25
+REMEMBERED_IDS = 100_000
+
+
+class Token(NamedTuple):
+    token_id: int
+    finish: str  # stop or length at the last one
+    visible: bool  # False: the end token, which is no output
+    step_id: int
+    computed_ns: int
+    handed_ns: int
+
+
+@dataclass(slots=True)
+class Emissions:
+    """Stamps of output events that are not in the journal yet."""
+
+    ordinal0: int = 0
+    cum_tokens: list[int] = field(default_factory=list)
+    computed_ns: list[int] = field(default_factory=list)
+    handed_ns: list[int] = field(default_factory=list)
+    written_ns: list[int] = field(default_factory=list)
+    step_id: list[int] = field(default_factory=list)
+
+    def add(self, cum_tokens: int, token: Token) -> None:
+        self.cum_tokens.append(cum_tokens)
+        self.computed_ns.append(token.computed_ns)
+        self.handed_ns.append(token.handed_ns)
+        self.step_id.append(token.step_id)
+
+    def stamp(self, written_ns: int) -> None:
+        """The events added since the last stamp were written now."""
+        self.written_ns.extend([written_ns] * (len(self.computed_ns) - len(self.written_ns)))
+
+    def take(self, request_id: str) -> records.Record | None:
+        """A record of what was written; the rest stays."""
+        n = len(self.written_ns)
+        if n == 0:
+            return None
+        record = records.make(
+            "emit",
+            request_id=request_id,
+            attempt=0,
+            ordinal0=self.ordinal0,
+            choice=[0] * n,
+            cum_tokens=self.cum_tokens[:n],
+            computed_ns=self.computed_ns[:n],
+            handed_ns=self.handed_ns[:n],
+            written_ns=self.written_ns[:n],
+            step_id=self.step_id[:n],
+        )
+        self.ordinal0 += n
+        for stamps in (self.cum_tokens, self.computed_ns, self.handed_ns, self.written_ns, self.step_id):
+            del stamps[:n]
+        return record
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request between the engine and its socket. `news` wakes the one task that answers it."""
+
+    key: str
+    cut: Callable[[], None]  # closes the consumer's connection at once
+    mailbox: deque[Token] = field(default_factory=deque)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    accepted: bool = False
+    refusal: Refusal | None = None
+    error: str | None = None
+    left: str = ""  # the consumer ended it: disconnect, slow_reader
+    queued_ns: int | None = None
+    started_ns: int | None = None
+    received: int = 0  # tokens from the engine
+    delivered: int = 0  # of those, written to the socket
+    emissions: Emissions = field(default_factory=Emissions)
+
+    @property
+    def undelivered(self) -> int:
+        return self.received - self.delivered
+
+
+class FrontEnd:
+    def __init__(
+        self,
+        clock: Clock,
+        contract: Contract | None = None,
+        journal: JournalWriter | None = None,
+        *,
+        max_undelivered: int = 4096,
+        default_max_tokens: int = 256,
+        allow_faults: bool = False,
+    ) -> None:
+        self.clock = clock
+        self.contract = contract or NO_PROMISES
+        self.contract_hash = contract.hash if contract is not None else None
+        self.has_contract = contract is not None
+        self.journal = journal
+        self.metrics = MetricStore("server", contract)
+        self.max_undelivered = max_undelivered
+        self.default_max_tokens = default_max_tokens
+        self.allow_faults = allow_faults
+        self.stopping = False
+        self.live: dict[str, Live] = {}
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._scrapes: list[asyncio.Event] = []
+        for outcome in records.OUTCOMES:
+            self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
+
+    # --- the engine process
+
+    async def connect(self, sock: socket.socket) -> None:
+        """Waits for the engine's first word. Its `failed` is raised by the caller, from `engine.failure`."""
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        _, self.engine = await loop.create_unix_connection(lambda: EngineConnection(self._on_message), sock=sock)
+
+    def on_ready(self, message: Message) -> None:
+        spec = message["tokenizer"]
+        self.tokenizer = Tokenizer(
+            TokenizerSpec(
+                tokens=tuple(spec["tokens"]),
+                merges=tuple(spec["merges"]),
+                control_ids=frozenset(spec["control_ids"]),
+                pre=spec["pre"],
+                bos_id=spec["bos_id"],
+                eos_ids=tuple(spec["eos_ids"]),
+                add_bos=spec["add_bos"],
+                chat_template=spec["chat_template"],
+            )
+        )
+        # The first use of the template and of the merges takes tens of milliseconds: not in someone's TTFT.
+        with contextlib.suppress(ModelFileError):
+            self.tokenizer.encode(self.tokenizer.render_chat([{"role": "user", "content": "warm up"}]))
+        self.model: str = message["model"]
+        self.mask_eos: bool = message["mask_eos"]
+        self.max_context: int = message["max_context"]
+        self.created = self.clock.wall_ns() // 1_000_000_000
+
+    @property
+    def healthy(self) -> bool:
+        return not self.stopping and not self.engine.lost.is_set()
+
+    def _on_message(self, message: Message) -> None:
+        match message["op"]:
+            case "tokens":
+                self._on_tokens(message)
+            case "accepted":
+                for key in message["keys"]:
+                    if live := self.live.get(key):
+                        live.accepted = True
+                        live.news.set()
+            case "refused":
+                if live := self.live.get(message["key"]):
+                    live.refusal = Refusal(message["reason"], message["message"], message["retry"])
+                    live.news.set()
+            case "error":
+                if live := self.live.get(message["key"]):
+                    live.error = message["message"]
+                    live.news.set()
+            case "metrics":
+                self.metrics.absorb(message["payload"].encode())
+                for scrape in self._scrapes:
+                    scrape.set()
+                self._scrapes.clear()
+            case op:
+                raise AssertionError(f"unknown message {op}")
+
+    def _on_tokens(self, message: Message) -> None:
+        step_id, computed_ns, handed_ns = message["step"], message["computed_ns"], message["handed_ns"]
+        for key, token_id, finish, visible, *stamps in message["rows"]:
+            live = self.live.get(key)
+            if live is None or live.left:
+                continue  # aborted meanwhile
+            if stamps:
+                live.queued_ns, live.started_ns = stamps
+            live.mailbox.append(Token(token_id, finish, visible, step_id, computed_ns, handed_ns))
+            live.received += 1
+            live.news.set()
+            if live.undelivered > self.max_undelivered:
+                self.leave(live, "slow_reader")
+                live.cut()
+
+    # --- requests
+
+    def believe(self, request_id: str) -> bool:
+        """Whether this id was never seen before; from now on it was."""
+        if request_id in self._seen:
+            return False
+        self._seen[request_id] = None
+        if len(self._seen) > REMEMBERED_IDS:
+            self._seen.popitem(last=False)
+        return True
+
+    def submit(self, live: Live, **asked: Any) -> None:
+        self.live[live.key] = live
+        self._send({"op": "new", "key": live.key, **asked})
+
+    def leave(self, live: Live, reason: str) -> None:
+        """The consumer is gone or given up: the engine drops the request at its next boundary."""
+        if live.left:
+            return
+        live.left = reason
+        live.news.set()
+        if live.key in self.live:
+            self._send({"op": "abort", "key": live.key, "reason": reason})
+
+    def finish(self, live: Live) -> None:
+        """The answer ended in its text, which only the front end sees."""
+        self._send({"op": "finish", "key": live.key})
+
+    def stall(self, ns: int) -> None:
+        self._send({"op": "stall", "ns": ns})
+
+    def close(self, live: Live) -> None:
+        self.live.pop(live.key, None)
+        self.flush_emissions(live)
+
+    def fail_all(self, message: str) -> None:
+        for live in list(self.live.values()):
+            live.error = live.error or message
+            live.news.set()
+            if not self.engine.lost.is_set():
+                self._send({"op": "abort", "key": live.key, "reason": "shutdown"})
+
+    def _send(self, message: Message) -> None:
+        if not self.engine.lost.is_set():
+            self.engine.send(message)
+
+    # --- journal and metrics
+
+    def begin(self, record: records.Record) -> None:
+        """One write before the request goes on. A record that cannot be written is counted, and the request goes on."""
+        if self.journal is not None:
+            self.journal.write(record)
+
+    def record(self, kind: str, **fields: Any) -> None:
+        if self.journal is not None:
+            self.journal.append(records.make(kind, **fields))
+
+    def flush_emissions(self, live: Live) -> None:
+        record = live.emissions.take(live.key)
+        if record is not None and self.journal is not None:
+            self.journal.append(record)
+
+    async def tend_journal(self) -> None:
+        """Nothing stays unwritten for more than about a second."""
+        while True:
+            await asyncio.sleep(FLUSH_EVERY_S)
+            for live in list(self.live.values()):
+                self.flush_emissions(live)
+            if self.journal is not None:
+                self.journal.flush()
+
+    async def scrape(self) -> bytes:
+        """The exposition, with the engine's numbers as fresh as its current iteration allows."""
+        if not self.engine.lost.is_set():
+            answered = asyncio.Event()
+            self._scrapes.append(answered)
+            self._send({"op": "drain"})
+            try:
+                await asyncio.wait_for(answered.wait(), SCRAPE_WAIT_S)
+            except TimeoutError:
+                pass  # a long step: the numbers of the last second are good enough
+        undelivered = sum(live.undelivered for live in self.live.values())
+        self.metrics.set("sloscope_engine_undelivered_tokens", undelivered)
+        return await asyncio.get_running_loop().run_in_executor(None, self.metrics.render)
+
+
+class EngineConnection(asyncio.Protocol):
+    """The front end's end of the socket. `ready` holds the engine's first word, `lost` is set when it is gone."""
+
+    def __init__(self, on_message: Callable[[Message], None]) -> None:
+        self._on_message = on_message
+        self._frames = FrameBuffer()
+        self._transport: asyncio.WriteTransport | None = None
+        self.ready: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self.lost = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's does not derive from it
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            if message["op"] in ("ready", "failed"):
+                self.ready.set_result(message)
+            else:
+                self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost.set()
+
+    def send(self, message: Message) -> None:
+        assert self._transport is not None
+        self._transport.write(encode(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()

@@ -1,0 +1,78 @@
+"""One request inside the engine: its states, and which of them may follow which. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from reference_server.faults import Fault
+from reference_server.step_types import SamplingParams
+
+
+class State(StrEnum):
+    """Where a request stands at an iteration boundary."""
+
+    WAITING = "WAITING"  # accepted, holds no KV
+    PREFILL = "PREFILL"  # holds KV, its prompt is being run
+    DECODE = "DECODE"  # one token an iteration
+    PAUSED = "PAUSED"  # holds KV, left out of the batch
+    PREEMPTED = "PREEMPTED"  # lost its KV, to be run again from the start
+    FINISHED = "FINISHED"
+    CANCELLED = "CANCELLED"
+    REJECTED = "REJECTED"
+
+
+ENDED = frozenset({State.FINISHED, State.CANCELLED, State.REJECTED})
+_LEAVE = frozenset({State.FINISHED, State.CANCELLED})  # a stop string is seen late, so it may end any that produced
+
+# The one table of legal transitions. None is "not known to the engine yet".
+TRANSITIONS: dict[State | None, frozenset[State]] = {
+    None: frozenset({State.WAITING, State.REJECTED}),
+    State.WAITING: frozenset({State.PREFILL, State.CANCELLED, State.REJECTED}),
+    State.PREFILL: frozenset({State.DECODE, State.PREEMPTED}) | _LEAVE,
+    State.DECODE: frozenset({State.PAUSED, State.PREEMPTED}) | _LEAVE,
+    State.PAUSED: frozenset({State.DECODE, State.PREEMPTED}) | _LEAVE,
+    State.PREEMPTED: frozenset({State.PREFILL}) | _LEAVE,
+    State.FINISHED: frozenset(),
+    State.CANCELLED: frozenset(),
+    State.REJECTED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What the scheduler knows of a request. It holds tokens, never text.
+
+    `stop_after` ends the answer naturally (`stop`) at that many tokens, `max_tokens` cuts it (`length`). `computed`
+    counts the tokens whose KV the slot holds; the newest token of an answer is always one ahead of it.
+    """
+
+    key: str
+    prompt: Sequence[int]
+    max_tokens: int
+    stop_after: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    tenant: str = ""
+    arrived_ns: int = 0  # first request byte at the server; carried for the engine's metrics, not read here
+    fault: Fault | None = None
+    state: State | None = None
+    slot: int = -1
+    computed: int = 0
+    output: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    queue_noted: bool = False
+    # Stamps that the engine keeps beside the request.
+    queued_ns: int = 0
+    started_ns: int = 0
+    last_token_ns: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.prompt and self.max_tokens >= 1, "a request runs at least one token and asks for one"
+
+    @property
+    def total_tokens(self) -> int:
+        """The most tokens that it can come to hold."""
+        return len(self.prompt) + self.max_tokens
+
+    def move(self, to: State) -> None:
+        assert to in TRANSITIONS[self.state], f"request {self.key}: {self.state} -> {to} is not legal"
+        self.state = to
