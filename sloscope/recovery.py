@@ -16,7 +16,7 @@ from sloscope.errors import JournalError
 from sloscope.journal import JournalWriter, Tail, is_live, read_journal, write_atomically
 
 Key = tuple[str, int]  # request_id, attempt
-_LOCK = ".recovery.lock"
+_LOCK = "compact.lock"  # one for the whole events directory, since compaction ends lost requests, too
 _SETTLED = ".recovered.json"  # files of dead writers in which nothing is open: never read again
 _STAMPS = ("intended_ns", "send_ns", "arrived_ns", "body_complete_ns", "at_ns")
 _STAMP_LISTS = ("t_ns", "forwarded_ns", "computed_ns", "handed_ns", "written_ns")
@@ -25,14 +25,14 @@ _STAMP_LISTS = ("t_ns", "forwarded_ns", "computed_ns", "handed_ns", "written_ns"
 def recover(events: Path, observer: str, decode: Callable[[bytes], Any] = json.loads) -> int:
     """Ends every request of this observer that was begun by a dead writer and has no end; how many it ended.
 
-    Idempotent, and safe beside live writers and beside another recovery: a lock file makes the second wait. The
-    `end` carries the last stamp that was seen of the request, under the clock anchor of the writer that died.
+    Idempotent, and safe beside live writers and beside another recovery: the directory's lock makes the second wait.
+    The `end` carries the last stamp that was seen of the request, under the clock anchor of the writer that died.
     Raises JournalError when the ends cannot be written: nothing is counted as ended then.
     """
     directory = Path(events) / "journal" / observer
     if not directory.is_dir():
         return 0
-    with _alone(directory):
+    with _alone(Path(events)):
         settled = _load_settled(directory)
         files = _dead_files(directory, settled)
         if not files:
@@ -44,8 +44,8 @@ def recover(events: Path, observer: str, decode: Callable[[bytes], Any] = json.l
 
 
 @contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+def _alone(events: Path) -> Iterator[None]:
+    fd = os.open(events / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
