@@ -22,6 +22,8 @@ WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 _SLOW_WINDOWS = ("6h", "3d")  # evaluated less often: they move slowly and read much
 MIN_OFFERED = 20  # in the long window; with fewer requests a single miss would page
 BEYOND_SHARE = "0.01"
+# Prometheus fills in the name: written into the template, a name with braces would be read as one.
+_CLASS = "{{ $labels.class }}"
 
 
 class BurnWindow(NamedTuple):
@@ -145,8 +147,8 @@ def _burn_alerts(contract: Contract, runbooks: str) -> Iterator[Alert]:
                 (*_burning(row, window, threshold), _enough(row, window.long)),
                 window.hold,
                 window.severity,
-                f"Class {row.name} burns its error budget at more than {_plain(threshold)}× the sustainable rate",
-                f"Over {window.long} and over {window.short} the error budget of class {row.name} "
+                f"Class {_CLASS} burns its error budget at more than {_plain(threshold)}× the sustainable rate",
+                f"Over {window.long} and over {window.short} the error budget of class {_CLASS} "
                 f"(objective {row.objective}) burns above {_plain(threshold)}; now {{{{ $value | humanize }}}}. At "
                 f"{_plain(threshold)}, {_plain(window.spent * 100)} % of the period's budget is gone in {window.long}.",
                 runbook(window.alert, runbooks),
