@@ -23,7 +23,6 @@ from exporter.observation import PROBLEMS, Watch
 from exporter.recorder import Recorder
 from exporter.settings import Settings, parse_upstream, tls_context
 from exporter.upstream import Pool, Upstreams
-from sloscope import contract as contracts
 from sloscope.clock import Clock, SystemClock
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
@@ -31,11 +30,6 @@ from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
-
-
-def load_contract(settings: Settings) -> contracts.Contract:
-    read = contracts.from_shorthand if settings.contract_is_shorthand else contracts.parse
-    return read(settings.contract)
 
 
 class DataPlane:
@@ -46,7 +40,7 @@ class DataPlane:
         self.clock = clock
         self.loop = loop
         self.instance = f"{os.getpid()}-{clock.monotonic_ns()}"
-        contract = load_contract(settings)
+        contract = settings.load_contract()
         self.store = MetricStore("sidecar", contract, settings.max_label_values)
         self.recorder = Recorder(
             lambda: JournalWriter(Path(settings.events), "sidecar", clock, recorder_module.encode), clock, loop

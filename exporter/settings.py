@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from sloscope import contract as contracts
 from sloscope.errors import ConfigError
 from sloscope.records import ROLES
 
@@ -71,6 +72,10 @@ class Settings:
     socket_path: str  # where the data plane hands its metrics to the control plane
     sql_every_ns: int  # 0: off
     token: str = ""
+
+    def load_contract(self) -> contracts.Contract:
+        read = contracts.from_shorthand if self.contract_is_shorthand else contracts.parse
+        return read(self.contract)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

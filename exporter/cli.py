@@ -1,0 +1,136 @@
+"""`sloscope sidecar`: everything is validated before anything starts."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from exporter.settings import Settings, check_role, parse_upstream, tls_context
+from sloscope import contract as contracts
+from sloscope.errors import ConfigError, ContractError
+from sloscope.units import parse_address, parse_duration_ns
+
+app = typer.Typer(add_completion=False, no_args_is_help=False)
+_TOKEN_VARIABLE = "SLOSCOPE_TOKEN"
+
+
+@app.command()
+def sidecar(
+    upstream: Annotated[
+        list[str], typer.Option(help="URL of an OpenAI-compatible server; repeat it for several, least busy first.")
+    ],
+    listen: Annotated[str, typer.Option(help="HOST:PORT for requests; without a host 127.0.0.1.")] = "127.0.0.1:8001",
+    control: Annotated[str, typer.Option(help="HOST:PORT for metrics, receipts and questions.")] = "127.0.0.1:9464",
+    contract: Annotated[str, typer.Option(help="SLO contract, a TOML file.")] = "",
+    goodput: Annotated[str, typer.Option(help="Contract in short, milliseconds: 'ttft:300 itl_max:30'.")] = "",
+    events: Annotated[Path, typer.Option(help="Directory of the raw record.")] = Path("events"),
+    role: Annotated[str, typer.Option(help="This hop's place: gateway, router or sidecar.")] = "sidecar",
+    tenant_header: Annotated[str, typer.Option(help="Request header that names the tenant.")] = "x-slo-tenant",
+    max_label_values: Annotated[
+        int, typer.Option(min=1, max=1000, help="Values per label of a metric; the rest is `other`.")
+    ] = 50,
+    inspect_limit: Annotated[
+        int, typer.Option(min=1024, help="Bytes of a request body that are looked at; larger ones pass unread.")
+    ] = 8 << 20,
+    drain: Annotated[str, typer.Option(help="How long open streams may go on after SIGTERM.")] = "10s",
+    sql_every: Annotated[str, typer.Option(help="How often sloscope_sql_ series are computed; off: never.")] = "30s",
+    ca_file: Annotated[str, typer.Option(help="Certificates to trust for https upstreams, PEM.")] = "",
+    token_file: Annotated[
+        str, typer.Option(help=f"File with the bearer token of the control address; or set {_TOKEN_VARIABLE}.")
+    ] = "",
+) -> None:
+    """Run the sidecar: forward, stamp, record, expose."""
+    from exporter.supervisor import bind, socket_directory, supervise
+
+    if not upstream:
+        raise ConfigError("--upstream: '' is not accepted; accepted: at least one URL")
+    for url in upstream:
+        parse_upstream(url)
+    text, is_shorthand = _contract_text(contract, goodput)
+    token = _token(token_file)
+    listen_at, control_at = parse_address(listen, "--listen"), parse_address(control, "--control")
+    if not token and not _is_loopback(control_at[0]):
+        raise ConfigError(
+            f"--control: {control!r} is not a loopback address; accepted with a token only: --token-file or"
+            f" {_TOKEN_VARIABLE}"
+        )
+    _check_ca_file(ca_file)
+    drain_ns = parse_duration_ns(drain, "--drain")
+    sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every")
+    if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
+        raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
+    check_role(role)
+    with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
+        _check_events(events)
+        with socket_directory() as directory:
+            settings = Settings(
+                upstreams=tuple(parse_upstream(url).url for url in upstream),
+                contract=text,
+                contract_is_shorthand=is_shorthand,
+                events=str(events.resolve()),
+                role=role,
+                tenant_header=tenant_header.lower(),
+                inspect_limit=inspect_limit,
+                drain_ns=drain_ns,
+                max_label_values=max_label_values,
+                ca_file=ca_file,
+                socket_path=f"{directory}/metrics.sock",
+                sql_every_ns=sql_every_ns,
+                token=token,
+            )
+            raise typer.Exit(supervise(settings, listener, control_listener))
+
+
+def _contract_text(path: str, shorthand: str) -> tuple[str, bool]:
+    """The contract as text, checked: the children need not be able to read the file."""
+    if bool(path) == bool(shorthand):
+        raise ConfigError("--contract: accepted: either a file or --goodput 'ttft:300 itl_max:30'")
+    if shorthand:
+        contracts.from_shorthand(shorthand)
+        return shorthand, True
+    contracts.load(path)
+    try:
+        return Path(path).read_text(encoding="utf-8"), False
+    except OSError as error:
+        raise ContractError(f"contract {path!r}: cannot be read: {error.strerror}") from None
+
+
+def _token(path: str) -> str:
+    if not path:
+        return os.environ.get(_TOKEN_VARIABLE, "").strip()
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError(f"--token-file: {path!r} cannot be read") from None
+    if not token:
+        raise ConfigError(f"--token-file: {path!r} is empty")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _check_ca_file(path: str) -> None:
+    try:
+        tls_context(path)
+    except OSError as error:
+        raise ConfigError(f"--ca-file: {path!r} cannot be used: {error.strerror or error}") from None
+
+
+def _check_events(events: Path) -> None:
+    try:
+        for observer in ("sidecar", "client"):
+            (events / "journal" / observer).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=events):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--events: {str(events)!r} cannot be written: {error.strerror}") from None

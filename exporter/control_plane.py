@@ -1,0 +1,253 @@
+"""The control plane process: `python -m exporter.control_plane`, started by the supervisor.
+
+Metrics, receipts and questions over HTTP. Whatever happens here delays no stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import uvicorn
+import uvloop
+from fastapi import FastAPI, HTTPException, Request, Response
+from starlette.responses import JSONResponse
+
+from exporter import recorder
+from exporter.link import DataPlaneLink
+from exporter.questions import OutOfTimeError, Questions, parse_time_ns, published
+from exporter.receipts import MAX_BATCH, MAX_BYTES, ReceiptError, Receipts
+from exporter.settings import Settings
+from sloscope import __version__
+from sloscope.clock import Clock, SystemClock
+from sloscope.errors import ConfigError, QueryError
+from sloscope.exposition import MetricStore
+from sloscope.journal import JournalWriter
+
+_POLL_S = 1.0
+_OPEN_PATHS = frozenset({"/health"})
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ControlPlane:
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.settings = settings
+        self.contract = settings.load_contract()
+        self.store = MetricStore("sidecar", self.contract, settings.max_label_values)
+        self.link = DataPlaneLink(settings.socket_path, self.store)
+        self.receipts = Receipts(
+            self.contract,
+            self.store,
+            lambda: JournalWriter(Path(settings.events), "client", clock, recorder.encode),
+            clock,
+        )
+        self.questions = Questions(Path(settings.events), self.contract)
+        self.data_plane_answers = False
+        self._publish_contract()
+
+    def _publish_contract(self) -> None:
+        labels = (__version__, self.contract.hash, self.contract.observer)
+        self.store.set("sloscope_build_info", 1, labels)
+        for name, row in self.contract.classes.items():
+            self.store.set("sloscope_contract_objective_ratio", row.objective, (name,))
+            for limit, ns in row.limits.declared().items():
+                self.store.set("sloscope_contract_limit_seconds", ns / 1e9, (name, limit))
+
+    async def metrics(self) -> bytes:
+        """One snapshot. Never fails for the data plane's sake: its latest one stands, and that is counted."""
+        await self.poll(count_failure=True)
+        self.receipts.count_journal()
+        return self.store.render()
+
+    async def poll(self, count_failure: bool = False) -> None:
+        self.data_plane_answers = await self.link.poll()
+        if count_failure and not self.data_plane_answers:
+            self.store.inc("sloscope_snapshot_failures_total")
+
+    def take_totals(self, totals: dict[str, int]) -> None:
+        """What the supervisor counts."""
+        self.store.set("sloscope_data_plane_restarts_total", totals["data_plane_restarts"])
+        self.store.set("sloscope_recovered_requests_total", totals["recovered_requests"])
+
+    async def keep_polling(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await self.poll()
+
+    async def keep_publishing(self) -> None:
+        """The `sloscope_sql_` series. A question that fails is counted, and asked again at the next turn."""
+        while True:
+            try:
+                for name, value, labels in await asyncio.to_thread(published, self.questions):
+                    self.store.set(name, value, labels)
+            except Exception:  # a disk, a damaged file, a question out of time: no reason to stop serving
+                self.store.inc("sloscope_sql_failures_total")
+            await asyncio.sleep(self.settings.sql_every_ns / 1e9)
+
+
+def create_app(plane: ControlPlane) -> FastAPI:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(plane.keep_polling())]
+        if plane.settings.sql_every_ns:
+            tasks.append(asyncio.create_task(plane.keep_publishing()))
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await plane.link.close()
+        plane.receipts.close()
+
+    app = FastAPI(title="sloscope sidecar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.middleware("http")
+    async def check_token(request: Request, call_next: Any) -> Response:
+        token = plane.settings.token
+        if token and request.url.path not in _OPEN_PATHS:
+            sent = request.headers.get("authorization", "")
+            if not hmac.compare_digest(sent.encode(), f"Bearer {token}".encode()):
+                return _error(401, "authorization: accepted: Bearer and the token of this sidecar")
+        answer: Response = await call_next(request)
+        return answer
+
+    @app.get("/health")
+    async def health() -> dict[str, object]:
+        return {"status": "ok" if plane.data_plane_answers else "degraded", "data_plane": plane.data_plane_answers}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await plane.metrics(), media_type=_TEXT)
+
+    @app.post("/v1/receipts")
+    async def receipts(request: Request) -> Response:
+        return _take_receipts(plane, await _body(request))
+
+    @app.get("/api/contract")
+    async def contract() -> Response:
+        return Response(plane.contract.canonical(), media_type="application/json")
+
+    @app.get("/api/q")
+    async def questions() -> Response:
+        return JSONResponse(await asyncio.to_thread(plane.questions.list))
+
+    @app.get("/api/q/{name}")
+    async def question(name: str, request: Request) -> Response:
+        return await _answer(plane, name, dict(request.query_params))
+
+    return app
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status)
+
+
+async def _body(request: Request) -> bytes:
+    """The body, read no further than a receipt batch may be long."""
+    pieces: list[bytes] = []
+    size = 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BYTES:
+            raise HTTPException(413, f"body: accepted: at most {MAX_BYTES} bytes")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _take_receipts(plane: ControlPlane, body: bytes) -> Response:
+    try:
+        sent = orjson.loads(body)
+    except ValueError:
+        return _error(400, "body: is not JSON")
+    if isinstance(sent, dict) and "receipts" in sent:
+        batch = sent["receipts"]
+        if not isinstance(batch, list) or not batch or len(batch) > MAX_BATCH or len(sent) > 1:
+            return _error(400, f'body: accepted: a receipt or {{"receipts": [1 to {MAX_BATCH} of them]}}')
+    else:
+        batch = [sent]
+    rejected: list[dict[str, object]] = []
+    for index, receipt in enumerate(batch):
+        try:
+            plane.receipts.take(receipt)
+        except ReceiptError as error:
+            rejected.append({"index": index, "error": str(error)})
+    accepted = len(batch) - len(rejected)
+    return JSONResponse({"accepted": accepted, "rejected": rejected}, 200 if accepted else 400)
+
+
+async def _answer(plane: ControlPlane, name: str, params: dict[str, str]) -> Response:
+    try:
+        start, end = params.pop("from", None), params.pop("to", None)
+        if (start is None) != (end is None):
+            return _error(400, "from, to: accepted: both or none")
+        window = (parse_time_ns(start, "from"), parse_time_ns(end, "to")) if start and end else None
+        observer = params.pop("observer", None)
+        known = {row["name"] for row in await asyncio.to_thread(plane.questions.list)}
+        if name not in known:
+            return _error(404, f"question: {name[:60]!r} is unknown; accepted: {', '.join(sorted(known))}")
+        rows = await asyncio.to_thread(plane.questions.ask, name, window, observer, params)
+    except OutOfTimeError as error:
+        return _error(504, str(error))
+    except (QueryError, ConfigError) as error:
+        return _error(400, str(error))
+    return Response(orjson.dumps(rows), media_type="application/json")
+
+
+class _Server(uvicorn.Server):
+    """Signals are the process's own business, see `serve`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: Settings, listen_fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    plane = ControlPlane(settings, SystemClock())
+    config = uvicorn.Config(
+        create_app(plane), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2
+    )
+    server = _Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    stdin = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    listening = loop.create_task(_listen_to_supervisor(plane, stdin, stop))
+    announcing = loop.create_task(_say_ready(server))
+    await server.serve(sockets=[socket.socket(fileno=listen_fd)])
+    for task in (listening, announcing):
+        task.cancel()
+
+
+async def _listen_to_supervisor(plane: ControlPlane, stdin: asyncio.StreamReader, stop: Any) -> None:
+    while line := await stdin.readline():
+        plane.take_totals(orjson.loads(line))
+    stop()
+
+
+async def _say_ready(server: uvicorn.Server) -> None:
+    while not server.started:
+        await asyncio.sleep(0.01)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as stdin:  # the rest belongs to the loop
+        body = orjson.loads(stdin.readline())
+    uvloop.run(serve(Settings.from_json(body["settings"]), body["listen_fd"]))
+
+
+if __name__ == "__main__":
+    main()

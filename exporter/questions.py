@@ -1,0 +1,99 @@
+"""The named questions of `queries`, asked over HTTP and for the `sloscope_sql_` series. One at a time, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sloscope.contract import Contract
+from sloscope.errors import QueryError
+from sloscope.output import plain
+from sloscope.units import parse_instant_ns
+
+MAX_ROWS = 10_000
+TIMEOUT_S = 30.0
+Window = tuple[int, int]
+Rows = list[dict[str, Any]]
+Sample = tuple[str, float, tuple[str, ...]]  # metric, value, labels
+VERDICTS = ("decoder_stall", "buffered_delivery", "mixed", "client_late", "unknown")
+
+
+class OutOfTimeError(QueryError):
+    pass
+
+
+class Questions:
+    """Sessions stay open, one per observer: opening one costs more than most answers."""
+
+    def __init__(self, events: Path, contract: Contract) -> None:
+        self._events = events
+        self._contract = contract
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Any] = {}
+
+    def list(self) -> Rows:
+        from queries.runner import list_questions
+
+        return [dict(row) for row in list_questions()]
+
+    def ask(
+        self,
+        name: str,
+        window: Window | None = None,
+        observer: str | None = None,
+        params: Mapping[str, object] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Rows:
+        """Rows as JSON values. Blocks; QueryError for what was asked wrongly, OutOfTimeError after the limit."""
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=timeout_s):
+            raise OutOfTimeError(f"{name}: other questions took longer than {timeout_s:g} s")
+        try:
+            session = self._session(observer, window)
+            left = max(0.1, timeout_s - (time.monotonic() - began))
+            result = session.run(name, max_rows=MAX_ROWS, timeout_s=left, **(params or {}))
+        except QueryError as error:
+            if time.monotonic() - began >= timeout_s:
+                raise OutOfTimeError(str(error)) from None
+            raise
+        finally:
+            self._lock.release()
+        return [{column: plain(row[column]) for column in result.columns} for row in result.rows]
+
+    def _session(self, observer: str | None, window: Window | None) -> Any:
+        from queries.runner import Session
+
+        key = observer or self._contract.observer
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = Session(self._events, self._contract, observer=observer, window=window)
+        else:
+            session.refresh(window)
+        return session
+
+
+def parse_time_ns(text: str, field: str) -> int:
+    """Epoch milliseconds or ISO 8601, as Grafana sends them, to wall ns."""
+    if text.isascii() and text.isdigit() and len(text) <= 15:
+        return int(text) * 1_000_000
+    return parse_instant_ns(text, field)
+
+
+def published(questions: Questions) -> list[Sample]:
+    """The `sloscope_sql_` series from everything recorded. Blocks."""
+    samples: list[Sample] = []
+    for row in questions.ask("goodput"):
+        if row["attainment"] is not None:
+            samples.append(("sloscope_sql_attainment_ratio", row["attainment"], ("all",)))
+        if row["goodput_rps"] is not None:
+            samples.append(("sloscope_sql_goodput_rps", row["goodput_rps"], ("all",)))
+    holds = Counter({verdict: 0 for verdict in VERDICTS})
+    holds.update(row["verdict"] for row in questions.ask("holds"))
+    samples += [("sloscope_sql_holds", count, (verdict,)) for verdict, count in holds.items()]
+    now_s = time.time()
+    samples += [("sloscope_sql_computed_at_seconds", now_s, (query,)) for query in ("goodput", "holds")]
+    return samples

@@ -1,0 +1,310 @@
+"""Receipts that real clients and browsers report: checked, then records and metrics like any other receipts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from exporter.families import ReceiptFamilies, known_event_tokens
+from sloscope import records
+from sloscope.clock import Clock
+from sloscope.contract import Contract, Resolved
+from sloscope.definitions import Ended, summarise
+from sloscope.errors import RecordError, SloscopeError
+from sloscope.exposition import MetricStore
+from sloscope.ids import is_request_id
+from sloscope.journal import JournalWriter
+from sloscope.records import OUTCOMES, OUTPUT_TYPES, Record
+
+MAX_BATCH = 1000
+MAX_BYTES = 4 << 20
+_MAX_EVENTS = 200_000
+_MAX_CHOICES = 1024
+_REMEMBERED = 100_000
+_LATE = ("request_id", "attempt", "outcome", "reason", "observer")
+_FIELDS = (
+    *_LATE, "clock_id", "send_ns", "intended_ns", "t_ns", "choice", "type", "tokens", "finish_reason", "end_ns",
+    "prompt_tokens", "output_tokens", "token_source", "class", "model", "tenant", "streaming", "n_choices",
+    "max_tokens", "consumer_hold_ns", "loop_lag_max_ns", "http_status", "bytes", "labels", "recorded", "own_limits",
+    "external_id", "retry_of", "anchor",
+)  # fmt: skip
+
+
+class ReceiptError(SloscopeError):
+    """A receipt that is refused. `cause` is the label under which it is counted."""
+
+    def __init__(self, cause: str, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
+class Receipts:
+    """Takes receipts one by one. The contract's `sloscope_client_*` families and the journal of `client` are here."""
+
+    def __init__(
+        self, contract: Contract, store: MetricStore, open_writer: Callable[[], JournalWriter], clock: Clock
+    ) -> None:
+        self._contract = contract
+        self._store = store
+        self._clock = clock
+        self._families = ReceiptFamilies(store, "client", contract)
+        self._open_writer = open_writer
+        self._writer: JournalWriter | None = None
+        self._seen: OrderedDict[tuple[str, int, bool], None] = OrderedDict()
+        self.lost = 0
+
+    def take(self, receipt: object) -> None:
+        """Records and counts one receipt, or a late reason. Raises ReceiptError, and nothing is recorded then."""
+        try:
+            self._take(receipt)
+        except ReceiptError as error:
+            self._store.inc("sloscope_receipts_rejected_total", 1, (error.cause,))
+            raise
+
+    def _take(self, receipt: object) -> None:
+        if not isinstance(receipt, dict):
+            raise ReceiptError("malformed", f"receipt: expected a JSON object, got {type(receipt).__name__}")
+        for name in receipt:
+            if name not in _FIELDS:
+                raise ReceiptError("malformed", f"{str(name)[:40]}: no such field")
+        request_id = receipt.get("request_id")
+        if not isinstance(request_id, str) or not is_request_id(request_id):
+            raise ReceiptError("request_id", f"request_id: {str(request_id)[:40]!r} is not a 26-character ULID")
+        attempt = _int(receipt, "attempt", 0) or 0
+        end = _outcome(receipt)
+        is_late = "send_ns" not in receipt
+        key = (request_id, attempt, is_late)
+        if key in self._seen:
+            raise ReceiptError("duplicate", f"request_id: {request_id} was reported before")
+        if is_late:
+            self._late(receipt, request_id, attempt, end)
+        else:
+            self._whole(receipt, request_id, attempt, end)
+        self._seen[key] = None
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+
+    def _late(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
+        for name in receipt:
+            if name not in _LATE:
+                raise ReceiptError("malformed", f"send_ns: is missing beside {name}")
+        record = _checked(
+            records.make(
+                "late",
+                request_id=request_id,
+                attempt=attempt or None,
+                observer=receipt.get("observer", "sidecar"),
+                outcome=end.outcome,
+                reason=end.reason,
+            )
+        )
+        self._write([record])
+        self._store.inc("sloscope_reason_revisions_total")
+
+    def _whole(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
+        resolved = self._resolve(receipt)
+        send_ns = _int(receipt, "send_ns")
+        assert send_ns is not None
+        n_choices = _int(receipt, "n_choices", 1) or 1
+        if n_choices > _MAX_CHOICES:
+            raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: at most {_MAX_CHOICES}")
+        t_ns, choice, types, tokens = _events(receipt, send_ns)
+        end_ns = _int(receipt, "end_ns", t_ns[-1] if t_ns else send_ns)
+        assert end_ns is not None
+        if end_ns < (max(t_ns) if t_ns else send_ns):
+            raise ReceiptError("stamps", f"end_ns: {end_ns} is before the last receipt or the send")
+        streaming = receipt.get("streaming", True)
+        begin = _checked(
+            records.make(
+                "begin",
+                request_id=request_id,
+                attempt=attempt or None,
+                observer="client",
+                role="client",
+                clock_id=receipt.get("clock_id") or self._clock.clock_id,
+                external_id=receipt.get("external_id"),
+                retry_of=receipt.get("retry_of"),
+                intended_ns=_int(receipt, "intended_ns"),
+                send_ns=send_ns,
+                model=receipt.get("model"),
+                tenant=receipt.get("tenant"),
+                class_=resolved.class_name,
+                contract_hash=self._contract.hash,
+                limits=resolved.limits.as_record(),
+                own_limits=dict(resolved.own) or None,
+                streaming=streaming,
+                n_choices=n_choices,
+                max_tokens=_int(receipt, "max_tokens"),
+                labels=receipt.get("labels"),
+            )
+        )
+        known = any(count is not None for count in tokens)
+        chunks = _checked(
+            records.make(
+                "chunks",
+                request_id=request_id,
+                attempt=attempt or None,
+                ordinal0=0,
+                t_ns=t_ns,
+                choice=choice,
+                type=types,
+                tokens=tokens if known else None,
+            )
+        )
+        total, source = _int(receipt, "output_tokens"), receipt.get("token_source")
+        if total is None and t_ns:
+            total, source = len(t_ns), "assumed_one"
+        finish = _checked(
+            records.make(
+                "end",
+                request_id=request_id,
+                attempt=attempt or None,
+                outcome=end.outcome,
+                reason=end.reason,
+                finish_reason=receipt.get("finish_reason"),
+                end_ns=end_ns,
+                prompt_tokens=_int(receipt, "prompt_tokens"),
+                output_tokens=total,
+                token_source=source,
+                http_status=_int(receipt, "http_status"),
+                bytes=_int(receipt, "bytes"),
+                loop_lag_max_ns=_int(receipt, "loop_lag_max_ns"),
+                consumer_hold_ns=_int(receipt, "consumer_hold_ns"),
+            )
+        )
+        if receipt.get("recorded") is not True:
+            self._write(self._placed(receipt, [begin, *([chunks] if t_ns else []), finish], end_ns))
+        counted = source is not None and source != "assumed_one"
+        event_tokens = known_event_tokens(tokens if known else None, len(t_ns), n_choices, total, counted)
+        summary = summarise(send_ns, t_ns, choice, types, n_choices, total, event_tokens)
+        labels = self._families.begun(resolved.class_name, receipt.get("model") or "", receipt.get("tenant") or "")
+        self._families.ended(labels, end, summary, resolved, bool(streaming), t_ns, choice, event_tokens)
+
+    def _resolve(self, receipt: Mapping[str, Any]) -> Resolved:
+        name = receipt.get("class", self._contract.default_class)
+        row = self._contract.classes.get(name) if isinstance(name, str) else None
+        if row is None:
+            accepted = ", ".join(self._contract.classes)
+            raise ReceiptError("unknown_class", f"class: {str(name)[:40]!r} is unknown; accepted: {accepted}")
+        own = receipt.get("own_limits") or {}
+        limits = row.limits
+        if not isinstance(own, dict) or not all(
+            name in records.LIMIT_FIELDS and type(ns) is int and ns > 0 for name, ns in own.items()
+        ):
+            raise ReceiptError("malformed", "own_limits: accepted: an object of limit fields and whole ns above 0")
+        return Resolved(row.name, limits.overridden(own), own, known=True)
+
+    def _placed(self, receipt: Mapping[str, Any], written: list[Record], end_ns: int) -> list[Record]:
+        """With the clock anchor that places foreign stamps on the wall: the one reported, else `end_ns` is now."""
+        now = records.make(
+            "clock",
+            mono_ns=self._clock.monotonic_ns(),
+            wall_ns=self._clock.wall_ns(),
+            clock_id=self._clock.clock_id,
+        )
+        clock_id = written[0]["clock_id"]
+        if clock_id == self._clock.clock_id:
+            return written
+        anchor = receipt.get("anchor") or {"mono_ns": end_ns, "wall_ns": now["wall_ns"]}
+        if not isinstance(anchor, dict) or set(anchor) != {"mono_ns", "wall_ns"}:
+            raise ReceiptError("malformed", "anchor: accepted: an object of mono_ns and wall_ns")
+        foreign = _checked(records.make("clock", clock_id=clock_id, **anchor))
+        return [foreign, *written, now]
+
+    def _write(self, written: list[Record]) -> None:
+        """One write(2) for all. A disk that refuses loses the record, counted, and not the metrics."""
+        try:
+            if self._writer is None:
+                self._writer = self._open_writer()
+            for record in written:
+                self._writer.append(record)
+            self._writer.flush()
+        except SloscopeError:
+            self.lost += len(written)
+
+    def count_journal(self) -> None:
+        """Puts the journal's own numbers into the store."""
+        writer, labels = self._writer, ("client",)
+        self._store.set("sloscope_journal_records_total", writer.written if writer else 0, labels)
+        self._store.set("sloscope_journal_dropped_total", (writer.lost if writer else 0) + self.lost, labels)
+        self._store.set("sloscope_journal_bytes_total", writer.bytes if writer else 0, labels)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _checked(record: Record) -> Record:
+    try:
+        return records.check(record)
+    except RecordError as error:
+        _, _, text = str(error).partition(".")  # without the kind of record, which the caller did not write
+        raise ReceiptError("malformed", text or str(error)) from None
+
+
+def _int(receipt: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    value = receipt.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number, 0 or more")
+    return value
+
+
+def _outcome(receipt: Mapping[str, Any]) -> Ended:
+    outcome, reason = receipt.get("outcome"), receipt.get("reason", "")
+    reasons = OUTCOMES.get(outcome) if isinstance(outcome, str) else None
+    if reasons is None:
+        raise ReceiptError(
+            "outcome", f"outcome: {str(outcome)[:40]!r} is not accepted; accepted: {', '.join(OUTCOMES)}"
+        )
+    # Which requests were open when a window closed is derived, never reported.
+    accepted = [each for each in reasons if each != "window_closed"]
+    if reason not in accepted:
+        named = ", ".join(each or "(empty)" for each in accepted)
+        raise ReceiptError("outcome", f"reason: {str(reason)[:40]!r} does not go with {outcome}; accepted: {named}")
+    assert isinstance(outcome, str)
+    return Ended(outcome, reason)
+
+
+def _events(receipt: Mapping[str, Any], send_ns: int) -> tuple[list[int], list[int], list[int], list[int | None]]:
+    t_ns = _ints(receipt, "t_ns", [])
+    if len(t_ns) > _MAX_EVENTS:
+        raise ReceiptError("too_large", f"t_ns: {len(t_ns)} events; accepted: at most {_MAX_EVENTS}")
+    choice = _ints(receipt, "choice", [0] * len(t_ns))
+    kinds = receipt.get("type", [0] * len(t_ns))
+    tokens = receipt.get("tokens", [None] * len(t_ns))
+    if not isinstance(kinds, list) or not isinstance(tokens, list):
+        raise ReceiptError("malformed", "type and tokens: accepted: lists")
+    for name, values in (("choice", choice), ("type", kinds), ("tokens", tokens)):
+        if len(values) != len(t_ns):
+            raise ReceiptError("malformed", f"{name}: {len(values)} values for {len(t_ns)} events")
+    types: list[int] = []
+    for kind in kinds:
+        place = OUTPUT_TYPES.index(kind) if kind in OUTPUT_TYPES else kind
+        if type(place) is not int or not 0 <= place < len(OUTPUT_TYPES):
+            raise ReceiptError("malformed", f"type: {str(kind)[:40]!r}; accepted: {', '.join(OUTPUT_TYPES)} or 0 to 2")
+        types.append(place)
+    if any(count is not None and (type(count) is not int or count < 0) for count in tokens):
+        raise ReceiptError("malformed", "tokens: accepted: whole numbers, 0 or more, or null")
+    if any(not 0 <= index < _MAX_CHOICES for index in choice):
+        raise ReceiptError("malformed", f"choice: accepted: 0 to {_MAX_CHOICES - 1}")
+    _check_order(t_ns, choice, send_ns)
+    return t_ns, choice, types, tokens
+
+
+def _ints(receipt: Mapping[str, Any], name: str, default: list[int]) -> list[int]:
+    values = receipt.get(name, default)
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+        raise ReceiptError("malformed", f"{name}: accepted: a list of whole numbers, 0 or more")
+    return values
+
+
+def _check_order(t_ns: list[int], choice: list[int], send_ns: int) -> None:
+    last: dict[int, int] = {}
+    for stamp, index in zip(t_ns, choice, strict=True):
+        if stamp < last.get(index, send_ns):
+            what = "goes backwards" if index in last else "is before send_ns"
+            raise ReceiptError("stamps", f"t_ns: {stamp} of choice {index} {what}")
+        last[index] = stamp
