@@ -71,13 +71,14 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: dict[str, str] = {}
-        self._framed = False  # the end of the body is known by length or chunks
+        self._framed: bool | None = None  # the body's end is known by length or chunks; None before the head is whole
         self._t_ns = 0
         self.idle_ns = 0
 
     def send(self, request: bytes, exchange: Exchange) -> None:
         assert self._transport is not None and self._exchange is None
         self._exchange = exchange
+        self._framed = None
         self._parser = httptools.HttpResponseParser(self)
         self._transport.write(request)
 
@@ -116,7 +117,7 @@ class Connection(asyncio.Protocol):
         self._pool.forget(self)
         if self._exchange is not None:
             self._t_ns = time.monotonic_ns()
-            whole = error is None and bool(self._headers) and not self._framed
+            whole = error is None and self._framed is False  # what neither length nor chunks end, the close ends
             self._finish("eof" if whole else "reset", None if whole else type(error or EOFError()).__name__)
 
     # httptools' side

@@ -1,0 +1,291 @@
+"""The raw client against real sockets: framing, reuse, ends, and no limit on connections."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from sloscope.client.h1 import Origin, Pool, fetch, parse_url, request_bytes
+from sloscope.errors import ConfigError
+from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
+
+
+class Seen:
+    """An exchange that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.reads: list[tuple[int, bytes]] = []
+        self.end: tuple[str, str | None] | None = None
+        self.end_ns = 0
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(data for _, data in self.reads)
+
+    def responded(self, t_ns: int, status: int, headers: dict[str, str]) -> None:
+        self.status, self.headers = status, headers
+
+    def received(self, t_ns: int, data: bytes) -> None:
+        self.reads.append((t_ns, data))
+
+    def ended(self, t_ns: int, transport: str, error: str | None) -> None:
+        assert self.end is None, "ended twice"
+        self.end, self.end_ns = (transport, error), t_ns
+        self.over.set()
+
+
+def with_pool(script: Script, use: Callable[[Pool, SseServer], Awaitable[None]]) -> SseServer:
+    with SseServer(script) as server:
+
+        async def main() -> None:
+            pool = Pool(Origin("http", "127.0.0.1", server.port, ""))
+            try:
+                await use(pool, server)
+            finally:
+                await asyncio.wait_for(pool.close(), 2)
+
+        uvloop.run(main())
+    return server
+
+
+async def get(pool: Pool, path: str = "/x") -> Seen:
+    seen = Seen()
+    pool.send(request_bytes("GET", pool.origin, path), seen)
+    await asyncio.wait_for(seen.over.wait(), 5)
+    return seen
+
+
+def raw(*parts: bytes, close: bool = True) -> Script:
+    """Writes the parts as they are, a moment apart."""
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        for part in parts:
+            await reply.raw(part)
+            await asyncio.sleep(0.02)
+        if close:
+            reply.close()
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("http://10.0.0.1:8000", Origin("http", "10.0.0.1", 8000, "")),
+        ("https://api.example.com/v1/", Origin("https", "api.example.com", 443, "/v1")),
+        ("localhost:9", Origin("http", "localhost", 9, "")),
+        ("8000", Origin("http", "127.0.0.1", 8000, "")),
+        ("http://[::1]:80", Origin("http", "::1", 80, "")),
+    ],
+)
+def test_urls_as_people_type_them(text: str, origin: Origin) -> None:
+    assert parse_url(text) == origin
+
+
+@pytest.mark.parametrize("text", ["", "ftp://x", "http://", "http://h:port", "http://h:1?x=1", "http://h:99999"])
+def test_what_is_no_url_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url: .* is not accepted; accepted: http"):
+        parse_url(text)
+
+
+def test_the_host_header_names_a_port_only_where_it_is_not_the_schemes() -> None:
+    assert parse_url("http://[::1]:8080").netloc == "[::1]:8080"
+    assert parse_url("https://h").netloc == "h"
+
+
+def test_connections_are_used_again_and_one_request_at_a_time() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        for _ in range(5):
+            assert (await get(pool)).end == ("eof", None)
+
+    assert with_pool(tokens(3), use).connections == 1
+
+
+def test_nothing_waits_for_a_slot() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        start = time.monotonic()
+        await asyncio.gather(*(get(pool) for _ in range(300)))
+        # All at once: 0.5 s each. One after the other in 100 slots they would take 1.5 s.
+        assert time.monotonic() - start < 1.4
+
+    assert with_pool(tokens(1, first_s=0.5), use).connections == 300
+
+
+def test_a_connection_that_the_server_closes_is_not_used_again() -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.json(200, {}, {"connection": "close"})
+        reply.close()
+
+    async def use(pool: Pool, server: SseServer) -> None:
+        for _ in range(3):
+            assert (await get(pool)).body == b"{}"
+
+    assert with_pool(script, use).connections == 3
+
+
+def test_events_of_one_read_share_its_stamp_and_later_ones_have_a_later() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = await get(pool)
+        assert [data for _, data in seen.reads] == [b"a", b"b", b"c"]
+        (first, _), (second, _), (third, _) = seen.reads
+        assert first == second and third - second >= 10_000_000
+        assert seen.end == ("eof", None)
+
+    with_pool(raw(head + b"1\r\na\r\n1\r\nb\r\n", b"1\r\nc\r\n0\r\n\r\n"), use)
+
+
+def test_a_response_cut_at_any_byte_is_read_the_same() -> None:
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nx-a: b\r\n\r\nhello"
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        cut = asked.number + 1
+        await reply.raw(whole[:cut])
+        await asyncio.sleep(0.005)
+        await reply.raw(whole[cut:])
+
+    async def use(pool: Pool, server: SseServer) -> None:
+        for _ in range(1, len(whole)):
+            seen = await get(pool)
+            assert (seen.status, seen.headers["x-a"], seen.body, seen.end) == (200, "b", b"hello", ("eof", None))
+
+    with_pool(script, use)
+
+
+@pytest.mark.parametrize(
+    ("parts", "transport", "body"),
+    [
+        ([b"HTTP/1.0 200 OK\r\n\r\nab", b"cd"], "eof", b"abcd"),  # the close ends it
+        ([b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nab"], "reset", b"ab"),
+        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n"], "reset", b"ab"),
+        ([b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"], "reset", b""),
+        ([b"SSH-2.0-OpenSSH\r\n"], "reset", b""),
+        ([b""], "reset", b""),
+        ([b"HTTP/1.1 200 OK\r\nx-begun"], "reset", b""),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"], "eof", b"ok"),
+    ],
+)
+def test_how_a_message_ends_is_told_once(parts: list[bytes], transport: str, body: bytes) -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = await get(pool)
+        assert seen.end is not None and seen.end[0] == transport
+        assert seen.body == body
+
+    with_pool(raw(*parts), use)
+
+
+def test_a_reset_in_mid_answer_is_a_reset_with_the_class_of_its_error() -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.stream()
+        await reply.text()
+        await asyncio.sleep(0.05)
+        reply.reset()
+
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = await get(pool)
+        assert seen.end == ("reset", "ConnectionResetError")
+        assert seen.body.startswith(b"data: ")
+
+    with_pool(script, use)
+
+
+def test_a_refused_connection_is_a_connect_error() -> None:
+    with SseServer(tokens(1)) as server:
+        port = server.port
+
+    async def main() -> None:
+        pool = Pool(Origin("http", "127.0.0.1", port, ""))
+        assert (await get(pool)).end == ("connect_error", "ConnectionRefusedError")
+        with pytest.raises(ConnectionError):
+            await fetch(pool, "GET", "/x")
+
+    uvloop.run(main())
+
+
+def test_an_aborted_call_hears_nothing_more_and_the_server_sees_it_leave() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = Seen()
+        call = pool.send(request_bytes("GET", pool.origin, "/x"), seen)
+        while not seen.reads:
+            await asyncio.sleep(0.01)
+        call.abort()
+        heard = len(seen.reads)
+        await asyncio.sleep(0.2)
+        assert len(seen.reads) == heard and seen.end is None
+
+    server = with_pool(tokens(50, gap_s=0.02), use)
+    assert server.disconnects == 1
+
+
+def test_a_call_aborted_while_it_connects_sends_nothing() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = Seen()
+        pool.send(request_bytes("GET", pool.origin, "/x"), seen).abort()
+        await asyncio.sleep(0.1)
+        assert seen.end is None and server.asked == []
+
+    with_pool(tokens(1), use)
+
+
+def test_bytes_that_nobody_asked_for_retire_the_connection() -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.json(200, {})
+        await asyncio.sleep(0.02)
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil")
+
+    async def use(pool: Pool, server: SseServer) -> None:
+        assert (await get(pool)).body == b"{}"
+        await asyncio.sleep(0.1)
+        assert (await get(pool)).body == b"{}"
+
+    assert with_pool(script, use).connections == 2
+
+
+def test_fetch_gives_up_after_its_timeout() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        with pytest.raises(TimeoutError):
+            await fetch(pool, "GET", "/x", timeout_s=0.1)
+
+    with_pool(tokens(1, first_s=3), use)
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-keyout", str(key), "-out", str(certificate), "-subj", "/CN=127.0.0.1",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return key, certificate
+
+
+def test_https_is_verified_and_a_certificate_that_is_not_trusted_is_a_connect_error(tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(certificate, key)
+    with SseServer(tokens(2), tls=serving) as server:
+        origin = parse_url(server.url)
+        trusting = ssl.create_default_context(cafile=str(certificate))
+
+        async def main() -> None:
+            pool = Pool(origin, trusting)
+            seen = await get(pool)
+            assert seen.end == ("eof", None) and b"[DONE]" in seen.body
+            await pool.close()
+            refused = await get(Pool(origin))
+            assert refused.end == ("connect_error", "SSLCertVerificationError")
+
+        uvloop.run(main())

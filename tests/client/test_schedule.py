@@ -1,0 +1,164 @@
+"""The schedule is fixed and pure: the same rows, plan and seed give the same requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sloscope import contract as contracts
+from sloscope.client.schedule import Plan, PromptText, build, summary
+from sloscope.client.traces import TraceRow, load
+from sloscope.errors import ConfigError, ContractError
+
+CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
+S = 1_000_000_000
+ROWS = [TraceRow(0, 100, 10, 1), TraceRow(1 * S, 200, 20, 2), TraceRow(4 * S, 300, 31, 3)]
+
+
+def offsets(plan: Plan) -> list[int]:
+    return [row.offset_ns for row in build(ROWS, CONTRACT, plan).requests]
+
+
+def test_without_scaling_the_trace_is_the_schedule() -> None:
+    assert offsets(Plan()) == [0, 1 * S, 4 * S]
+
+
+def test_a_rate_is_the_mean_over_the_gaps() -> None:
+    # 3 requests have 2 gaps over 4 s: 0.5 req/s. At 2 req/s every offset shrinks to a quarter.
+    fixed = build(ROWS, CONTRACT, Plan(rate=2.0))
+    assert [row.offset_ns for row in fixed.requests] == [0, S // 4, 1 * S]
+    assert fixed.mean_rate == 2.0
+
+
+def test_a_limit_counts_before_the_rate() -> None:
+    # The first two rows alone: 1 gap over 1 s; at 4 req/s the gap is 250 ms.
+    assert offsets(Plan(rate=4.0, limit=2)) == [0, S // 4]
+
+
+def test_a_speedup_divides_every_gap() -> None:
+    assert offsets(Plan(speedup=2.5)) == [0, 400_000_000, 1_600_000_000]  # 1/2.5, 4/2.5 s
+
+
+def test_lengths_scale_together_and_never_below_one_token() -> None:
+    fixed = build(ROWS, CONTRACT, Plan(scale_lengths=0.05))
+    # 100, 200, 300 → 5, 10, 15; 10, 20, 31 → 0.5, 1, 1.55, half up: 1, 1, 2
+    assert [(row.prompt_tokens, row.output_tokens) for row in fixed.requests] == [(5, 1), (10, 1), (15, 2)]
+
+
+def test_natural_lengths_stop_by_themselves_under_caps_drawn_apart() -> None:
+    rows = load("synthetic:poisson?n=4000&output_p50=100&output_sigma=1", seed=5).rows
+    fixed = build(rows, CONTRACT, Plan(seed=5))
+    assert all(row.stop_after == row.output_tokens for row in fixed.requests)
+    capped = sum(row.capped for row in fixed.requests)
+    # 0.05·0.5 + 0.15·0.1 + 0.3·0.01 = 0.043 of 4,000 is 172; √(4000·0.043·0.957) = 12.8, four times that is 51.
+    assert abs(capped - 172) <= 51
+    caps = {row.max_tokens for row in fixed.requests}
+    lengths = sorted(row.output_tokens for row in fixed.requests)
+    # Ranks ceil(0.5·4000), ceil(0.9·4000), ceil(0.99·4000), and twice the longest.
+    assert caps == {lengths[1999], lengths[3599], lengths[3959], 2 * lengths[-1]}
+
+
+def test_a_cap_of_the_trace_is_kept() -> None:
+    fixed = build([ROWS[0]._replace(max_tokens=6)], CONTRACT, Plan())
+    assert (fixed.requests[0].max_tokens, fixed.requests[0].stop_after, fixed.requests[0].capped) == (6, 10, True)
+
+
+def test_forced_lengths_have_no_natural_stop_and_their_cap_is_the_length() -> None:
+    fixed = build(ROWS, CONTRACT, Plan(natural=False))
+    assert [(row.max_tokens, row.stop_after) for row in fixed.requests] == [(10, None), (20, None), (31, None)]
+
+
+def test_asking_for_one_thing_leaves_the_draws_of_the_others_alone() -> None:
+    rows = load("synthetic:poisson?n=300", seed=1).rows
+    bare = build(rows, CONTRACT, Plan(seed=9)).requests
+    rich = build(rows, CONTRACT, Plan(seed=9, tenants=("a", "b"), cancel_rate=0.5, warmup="5")).requests
+    assert [row.max_tokens for row in bare] == [row.max_tokens for row in rich]
+    assert [row.text_seed for row in bare] == [row.text_seed for row in rich]
+    assert [replace(row, tenant="", cancel_after=None, warmup=False) for row in rich] == list(bare)
+
+
+def test_the_schedule_is_the_same_for_the_same_seed() -> None:
+    rows = load("synthetic:poisson?n=300", seed=1).rows
+    plan = Plan(seed=4, tenants=("a", "b", "c"), cancel_rate=0.3)
+    assert build(rows, CONTRACT, plan) == build(rows, CONTRACT, plan)
+    assert build(rows, CONTRACT, plan) != build(rows, CONTRACT, replace(plan, seed=5))
+
+
+def test_warmup_is_a_number_of_rows_or_a_time() -> None:
+    assert [row.warmup for row in build(ROWS, CONTRACT, Plan(warmup="2")).requests] == [True, True, False]
+    assert [row.warmup for row in build(ROWS, CONTRACT, Plan(warmup="1s")).requests] == [True, False, False]
+    assert [row.warmup for row in build(ROWS, CONTRACT, Plan(warmup="0")).requests] == [False, False, False]
+
+
+def test_a_cancelled_answer_stops_after_an_event_that_it_has() -> None:
+    rows = load("synthetic:poisson?n=400", seed=1).rows
+    fixed = build(rows, CONTRACT, Plan(cancel_rate=1.0))
+    for row in fixed.requests:
+        assert row.output_tokens == 1 if row.cancel_after is None else 1 <= row.cancel_after < row.output_tokens
+    share = build(rows, CONTRACT, Plan(cancel_rate=0.25)).requests
+    # 100 of 400; √(400·0.25·0.75) = 8.7, four times that is 35.
+    assert abs(sum(row.cancel_after is not None for row in share) - 100) <= 35
+
+
+def test_an_unknown_class_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(
+        ContractError, match="class: 'bulk' \\(trace line 2\\) is not in the contract; accepted: default"
+    ):
+        build([ROWS[0], ROWS[1]._replace(class_name="bulk")], CONTRACT, Plan())
+    with pytest.raises(ContractError, match="'gold'"):
+        build(ROWS, CONTRACT, Plan(class_name="gold"))
+
+
+def test_a_tenant_that_would_end_a_header_line_is_refused() -> None:
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        build(ROWS, CONTRACT, Plan(tenants=("a\r\nx: y",)))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(rate=2.0, speedup=2.0),
+        Plan(rate=0.0),
+        Plan(speedup=-1.0),
+        Plan(rate=float("nan")),
+        Plan(scale_lengths=0.0),
+        Plan(limit=0),
+        Plan(cancel_rate=1.5),
+        Plan(warmup="soon"),
+        Plan(warmup="-1"),
+    ],
+)
+def test_options_out_of_range_are_refused(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match="accepted: "):
+        build(ROWS, CONTRACT, plan)
+
+
+def test_a_rate_for_arrivals_at_one_instant_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one instant"):
+        build([ROWS[0], ROWS[0]], CONTRACT, Plan(rate=5.0))
+
+
+def test_the_tightest_first_token_limit_of_the_classes_that_occur_counts() -> None:
+    contract = contracts.parse(
+        'version = 1\ndefault_class = "a"\n[classes.a]\nttft = "500ms"\n[classes.b]\nttft = "200ms"\n'
+        '[classes.c]\nttft = "1ms"\n'
+    )
+    rows = [ROWS[0], ROWS[1]._replace(class_name="b")]
+    assert build(rows, contract, Plan()).ttft_limit_ns == 200_000_000
+    assert build(ROWS, contracts.from_shorthand("e2e:1000"), Plan()).ttft_limit_ns is None
+
+
+def test_a_prompt_has_as_many_words_as_tokens_were_asked_for() -> None:
+    text = PromptText(seed=1)
+    for tokens in (1, 7, 65_536, 200_001):
+        prompt = text.cut(tokens, text_seed=65_500)
+        assert prompt.startswith(b" ") and prompt.count(b" ") == tokens
+        assert prompt.decode().replace(" ", "").isalpha()
+    assert text.cut(50, 7) == PromptText(seed=1).cut(50, 7) != text.cut(50, 8)
+
+
+def test_a_dry_run_prints_counts_by_nearest_rank() -> None:
+    row = summary(build(ROWS, CONTRACT, Plan(warmup="1")))
+    assert (row["requests"], row["span_s"], row["mean_rate_rps"], row["warmup"]) == (3, 4.0, 0.5, 1)
+    assert (row["prompt_tokens_p50"], row["prompt_tokens_p90"], row["output_tokens_max"]) == (200, 300, 31)
