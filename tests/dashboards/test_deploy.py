@@ -1,6 +1,5 @@
 """The deployment files: they parse, they name files that exist and options that the sidecar has."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import yaml
 from dashboards import build, infinity
 from exporter.cli import app as sidecar
 from sloscope.contract import load, parse
+from tests.dashboards.conftest import promtool
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted(DEPLOY.rglob("*.y*ml"))
@@ -37,12 +37,8 @@ def options(arguments: list[str]) -> dict[str, str]:
 
 
 def test_promtool_accepts_the_scrape_configuration_with_its_rules() -> None:
-    done = subprocess.run(
-        ["promtool", "check", "config", str(DEPLOY / "prometheus/prometheus.yml")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "1 rule files found" in done.stdout
+    printed = promtool("check", "config", str(DEPLOY / "prometheus/prometheus.yml"))
+    assert "1 rule files found" in printed
 
 
 def test_the_rules_beside_it_are_those_of_the_contract_beside_it() -> None:

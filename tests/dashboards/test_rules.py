@@ -1,6 +1,5 @@
 """Rules of a contract: what they compute, and that promtool agrees with every claim."""
 
-import subprocess
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,11 @@ from sloscope import catalogue
 from sloscope.contract import Contract, RequestClass, from_shorthand, parse, preset
 from sloscope.errors import DashboardError
 from sloscope.units import NS_PER
+from tests.dashboards.conftest import promtool
 
 ROOT = Path(__file__).parents[2]
 CASES = sorted((Path(__file__).parent / "rules").glob("*.yaml"))
 EXERCISE = preset("exercise")
-
-
-def promtool(*args: str) -> str:
-    done = subprocess.run(["promtool", *args], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def alerts(contract: Contract = EXERCISE) -> list[rulefile.Alert]:
