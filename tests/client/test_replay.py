@@ -1,0 +1,303 @@
+"""Replay over real sockets: open loop, never re-anchored, and every row where it belongs."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from sloscope import contract as contracts
+from sloscope.client import replay_report
+from sloscope.client.h1 import parse_url
+from sloscope.client.replay import Replay, Tally, probe
+from sloscope.client.schedule import Plan, Schedule, build
+from sloscope.client.traces import TraceRow, load
+from sloscope.errors import ConfigError
+from sloscope.ids import is_request_id
+from tests.client.conftest import Records
+from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
+
+MS = 1_000_000
+S = 1_000_000_000
+Recorded = Callable[[Path], Records]
+CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
+
+
+def constant(n: int, rate: float, plan: Plan | None = None) -> Schedule:
+    rows = load(f"synthetic:constant?n={n}&rate={rate}&prompt_p50=20&output_p50=8&prompt_sigma=0&output_sigma=0").rows
+    return build(rows, CONTRACT, plan or Plan())
+
+
+def run(
+    fixed: Schedule,
+    script: Script,
+    events: Path,
+    *,
+    drain_ns: int = 5 * S,
+    meanwhile: Callable[[asyncio.AbstractEventLoop, Replay], None] | None = None,
+    settled: Callable[[SseServer], bool] = lambda server: True,
+    urls: Callable[[SseServer], list[str]] = lambda server: [f"{server.url}/v1"],
+    **options: Any,
+) -> tuple[Tally, SseServer]:
+    with SseServer(script) as server:
+
+        async def main() -> Tally:
+            target = await probe([parse_url(url) for url in urls(server)], "", {})
+            running = Replay(fixed, CONTRACT, target, events, drain_ns=drain_ns, **options)
+            if meanwhile is not None:
+                meanwhile(asyncio.get_running_loop(), running)
+            return await running.run()
+
+        tally = uvloop.run(main())
+        deadline = time.monotonic() + 2
+        while not settled(server) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return tally, server
+
+
+def p99_s(values: Any) -> float:
+    return sorted(values)[-(-99 * len(values) // 100) - 1] / 1e9
+
+
+def test_every_request_is_sent_recorded_and_judged(tmp_path: Path, recorded: Recorded) -> None:
+    tally, server = run(constant(40, 200.0), tokens(8, gap_s=0.005), tmp_path)
+    assert (tally.scheduled, tally.sent, tally.offered, tally.outcomes["completed"]) == (40, 40, 40, 40)
+    assert (tally.qualified, tally.output_tokens, tally.unfinished) == (40, 320, 0)  # 40 · 8 tokens
+    records = recorded(tmp_path)
+    assert len(records["begin"]) == len(records["end"]) == len(server.asked) == 40
+    assert sum(len(batch["t_ns"]) for batch in records["chunks"]) == 320
+    assert {begin["request_id"] for begin in records["begin"]} == {
+        asked.headers["x-sloscope-request-id"] for asked in server.asked
+    }
+
+
+def test_what_goes_over_the_wire_is_the_schedule(tmp_path: Path, recorded: Recorded) -> None:
+    fixed = constant(5, 100.0, Plan(tenants=("t1", "t2"), seed=3))
+    _, server = run(fixed, tokens(2), tmp_path)
+    by_id = {begin["request_id"]: begin for begin in recorded(tmp_path)["begin"]}
+    for asked, planned in zip(server.asked, fixed.requests, strict=True):
+        begin = by_id[asked.headers["x-sloscope-request-id"]]
+        assert is_request_id(begin["request_id"]) and asked.path == "/v1/chat/completions"
+        assert asked.headers["x-sloscope-stop-after"] == "8" and begin["stop_after"] == 8
+        assert asked.headers["x-slo-class"] == begin["class"] == "default"
+        assert asked.headers["x-slo-tenant"] == begin["tenant"] == planned.tenant
+        body = asked.json
+        assert (body["model"], body["stream"], body["stream_options"]) == ("tiny", True, {"include_usage": True})
+        assert body["max_tokens"] == begin["max_tokens"] == planned.max_tokens and "ignore_eos" not in body
+        assert len(body["messages"][0]["content"].split()) == 20 == begin["prompt_tokens"]
+        assert "labels" not in begin
+
+
+def test_forced_lengths_say_so_in_every_row(tmp_path: Path, recorded: Recorded) -> None:
+    _, server = run(constant(3, 100.0, Plan(natural=False)), tokens(2), tmp_path)
+    assert all(asked.json["ignore_eos"] is True and asked.json["max_tokens"] == 8 for asked in server.asked)
+    assert all("x-sloscope-stop-after" not in asked.headers for asked in server.asked)
+    assert all(begin["labels"] == {"length_forced": True} for begin in recorded(tmp_path)["begin"])
+
+
+def test_no_request_leaves_early_and_t0_is_the_first_arrival(tmp_path: Path, recorded: Recorded) -> None:
+    tally, _ = run(constant(100, 250.0), tokens(1), tmp_path)
+    assert min(tally.dispatch_lag_ns) >= 0
+    assert tally.first_send_offset_ns == tally.dispatch_lag_ns[0]
+    intended = sorted(begin["intended_ns"] for begin in recorded(tmp_path)["begin"])
+    assert [after - before for before, after in pairwise(intended)] == [4 * MS] * 99
+
+
+def test_a_server_that_stalls_two_seconds_is_seen_whole_because_nothing_waits_for_it(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if asked.number == 50:
+            time.sleep(2)  # the whole server stands still
+        await tokens(1)(asked, reply)
+
+    tally, server = run(constant(150, 50.0), script, tmp_path)
+    # 100 of 150 arrivals fall into the stall; the second longest wait (rank 149) is one gap of 20 ms below 2 s.
+    assert 1.8 < p99_s(tally.ttft_ns) < 2.3
+    assert 1.8 < p99_s(tally.ttft_intended_ns) < 2.3
+    assert p99_s(tally.dispatch_lag_ns) < 0.05
+    assert server.connections > 90
+
+
+def test_a_generator_that_stalls_two_seconds_shows_it_in_the_corrected_ttft_alone(tmp_path: Path) -> None:
+    def stall(loop: asyncio.AbstractEventLoop, running: Replay) -> None:
+        loop.call_later(1.0, time.sleep, 2.0)
+
+    fixed = constant(300, 50.0)
+    tally, _ = run(fixed, tokens(1), tmp_path, meanwhile=stall)
+    row = replay_report.report(tally, fixed, CONTRACT)
+    # 100 of 300 sends fall into the stall; rank 297 is three gaps of 20 ms below 2 s.
+    assert 1.8 < row["ttft_intended_p99_s"] < 2.1
+    assert row["ttft_p99_s"] < 0.5
+    assert tally.sent == tally.scheduled == 300
+    # Not re-anchored: what is due after the stall leaves on time again.
+    assert max(tally.dispatch_lag_ns[-100:]) < 50 * MS
+    assert row["valid"] is False
+    assert "is above a tenth of the ttft limit 300ms" in row["invalid_reason"]
+
+
+def test_two_hundred_arrivals_at_one_instant_are_all_open_at_once(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        while len(asked_all()) < 200:
+            await asyncio.sleep(0.01)
+        await tokens(1)(asked, reply)
+
+    holder: list[SseServer] = []
+
+    def asked_all() -> list[Asked]:
+        return holder[0].asked
+
+    fixed = build([TraceRow(0, 5, 5, line) for line in range(1, 201)], CONTRACT, Plan())
+    with SseServer(script) as server:
+        holder.append(server)
+
+        async def main() -> Tally:
+            target = await probe([parse_url(f"{server.url}/v1")], "", {})
+            return await Replay(fixed, CONTRACT, target, tmp_path, drain_ns=5 * S).run()
+
+        tally = uvloop.run(main())
+    assert tally.outcomes["completed"] == 200
+
+
+def test_what_is_open_after_the_drain_is_unfinished_and_gets_no_end(tmp_path: Path, recorded: Recorded) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if asked.number % 2:
+            await tokens(2)(asked, reply)
+        else:
+            await reply.stream()
+            await reply.text()
+            await asyncio.sleep(30)
+
+    tally, _ = run(constant(6, 100.0), script, tmp_path, drain_ns=300 * MS)
+    assert (tally.offered, tally.outcomes["completed"], tally.unfinished) == (6, 3, 3)
+    records = recorded(tmp_path)
+    ended = {end["request_id"] for end in records["end"]}
+    open_ids = {begin["request_id"] for begin in records["begin"]} - ended
+    assert len(ended) == len(open_ids) == 3
+    # What they had received is kept.
+    assert {batch["request_id"] for batch in records["chunks"]} >= open_ids
+
+
+def test_warmup_rows_are_sent_and_flagged_and_counted_apart(tmp_path: Path, recorded: Recorded) -> None:
+    tally, _ = run(constant(10, 200.0, Plan(warmup="4")), tokens(2), tmp_path)
+    assert (tally.sent, tally.warmup, tally.offered, tally.outcomes["completed"]) == (10, 4, 6, 6)
+    assert len(tally.ttft_ns) == 6 and len(tally.dispatch_lag_ns) == 10
+    labels = [begin.get("labels") for begin in recorded(tmp_path)["begin"]]
+    assert labels == [{"warmup": True}] * 4 + [None] * 6
+
+
+def test_cancelled_answers_are_voluntary_and_the_server_sees_the_socket_close(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    fixed = constant(10, 100.0, Plan(cancel_rate=1.0))
+    tally, server = run(fixed, tokens(8, gap_s=0.02), tmp_path, settled=lambda server: server.disconnects == 10)
+    assert tally.outcomes == {"cancelled": 10} and tally.reasons == {"cancelled(voluntary)": 10}
+    assert (tally.qualified, tally.offered) == (0, 10)
+    # Emitted tokens of every outcome stay in the observed output.
+    stopped_after = sum(planned.cancel_after or 0 for planned in fixed.requests)
+    assert tally.output_tokens == sum(end["output_tokens"] for end in recorded(tmp_path)["end"]) >= stopped_after > 0
+    assert server.disconnects == 10
+
+
+def test_failures_stand_under_their_own_names_and_never_in_the_latencies(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        match asked.number % 5:
+            case 0:
+                await reply.json(429, {"error": {}})
+            case 1:
+                await reply.json(500, {"error": {}})
+            case 2:
+                await reply.stream()
+                await reply.text()
+                await asyncio.sleep(0.02)
+                reply.reset()
+            case 3:
+                await reply.stream()
+                await reply.over()
+            case 4:
+                await tokens(1)(asked, reply)
+
+    tally, _ = run(constant(10, 50.0), script, tmp_path)
+    assert tally.reasons == {
+        "failed(rejected)": 2,
+        "failed(http_error)": 2,
+        "failed(upstream_reset)": 2,
+        "failed(empty_stream)": 2,
+    }
+    assert (tally.outcomes["completed"], len(tally.ttft_ns), tally.offered) == (2, 2, 10)
+    assert tally.output_tokens == 4  # two before a reset, two completed
+
+
+def test_several_urls_take_turns(tmp_path: Path) -> None:
+    with SseServer(tokens(1)) as other:
+        tally, server = run(
+            constant(10, 200.0), tokens(1), tmp_path, urls=lambda first: [f"{first.url}/v1", f"{other.url}/v1"]
+        )
+        assert (len(server.asked), len(other.asked)) == (5, 5)
+    assert tally.outcomes["completed"] == 10
+
+
+def test_the_loops_own_lag_is_recorded_with_the_requests_it_touched(tmp_path: Path, recorded: Recorded) -> None:
+    def stall(loop: asyncio.AbstractEventLoop, running: Replay) -> None:
+        loop.call_later(0.5, time.sleep, 0.2)
+
+    run(constant(10, 10.0), tokens(3, gap_s=0.05), tmp_path, meanwhile=stall)
+    records = recorded(tmp_path)
+    lags = {end["request_id"]: end["loop_lag_max_ns"] for end in records["end"]}
+    ordered = [lags[begin["request_id"]] for begin in records["begin"]]
+    assert max(ordered[4:7]) >= 150 * MS
+    assert max(ordered[:3] + ordered[-2:]) < 100 * MS
+
+
+def test_receipts_are_posted_as_recorded_and_counted_when_they_cannot_be(tmp_path: Path) -> None:
+    async def control(asked: Asked, reply: Reply) -> None:
+        await reply.json(200, {})
+
+    with SseServer(control) as plane:
+        tally, _ = run(constant(12, 100.0), tokens(3), tmp_path / "a", receipts=parse_url(plane.url))
+        posted = [entry for asked in plane.asked for entry in asked.json["receipts"]]
+        assert {asked.path for asked in plane.asked} == {"/v1/receipts"}
+    assert tally.receipts_failed == 0 and len({entry["request_id"] for entry in posted}) == 12
+    for entry in posted:
+        assert entry["recorded"] is True and entry["outcome"] == "completed" and len(entry["t_ns"]) == 3
+        assert entry["send_ns"] >= entry["intended_ns"] and entry["class"] == "default"
+    gone, _ = run(constant(12, 100.0), tokens(3), tmp_path / "b", receipts=parse_url(plane.url))
+    assert (gone.receipts_failed, gone.outcomes["completed"]) == (12, 12)
+
+
+def test_a_server_is_asked_for_its_model_and_its_owner() -> None:
+    with SseServer(tokens(1), owned_by="vllm") as server:
+        origin = parse_url(f"{server.url}/v1")
+        target = uvloop.run(probe([origin], "", {}))
+        assert (target.model, target.owned_by) == ("tiny", "vllm")
+        assert uvloop.run(probe([origin], "mine", {})).model == "mine"
+        with pytest.raises(ConfigError, match=r"--model: .* names no model"):
+            uvloop.run(probe([parse_url(f"{server.url}/nowhere")], "", {}))
+
+
+def test_a_run_without_a_ttft_limit_cannot_be_late_by_a_tenth_of_it() -> None:
+    tally = Tally(scheduled=2, sent=2, offered=2)
+    tally.dispatch_lag_ns.extend([0, 30 * MS])
+    fixed = build([TraceRow(0, 1, 1, 1)] * 2, CONTRACT, Plan())
+    assert replay_report.invalid_reason(tally, fixed) is None  # 30 ms is exactly a tenth of 300 ms
+    tally.dispatch_lag_ns[1] += 1
+    assert replay_report.invalid_reason(tally, fixed) is not None
+    bare = build([TraceRow(0, 1, 1, 1)] * 2, contracts.from_shorthand("e2e:1000"), Plan())
+    assert replay_report.invalid_reason(tally, bare) is None
+
+
+def test_a_p99_of_few_requests_is_null_with_the_reason() -> None:
+    tally = Tally(scheduled=298, sent=298, offered=298)
+    tally.ttft_ns.extend(range(298))
+    tally.ttft_intended_ns.extend(range(298))
+    row = replay_report.report(tally, constant(2, 1.0), CONTRACT)
+    assert (row["ttft_p99_s"], row["ttft_p99_note"]) == (None, "n=298 < 299")
+    assert row["ttft_p50_s"] == 148 / 1e9  # rank 149 of 0 … 297
+    tally.ttft_ns.append(298)
+    tally.ttft_intended_ns.append(298)
+    row = replay_report.report(tally, constant(2, 1.0), CONTRACT)
+    assert (row["ttft_p99_s"], row["ttft_p99_note"]) == (296 / 1e9, None)  # rank ceil(0.99 · 299) = 297

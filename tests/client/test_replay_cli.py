@@ -1,0 +1,141 @@
+"""`sloscope replay` as a person runs it: a process, its two outputs and its exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sloscope import contract as contracts
+from tests.client.conftest import Records
+from tests.client.sse_server import Asked, Reply, SseServer, tokens
+
+GOODPUT = ["--goodput", "ttft:300 itl_max:100"]
+TEN = "synthetic:constant?n=10&rate=100&output_p50=4&output_sigma=0"
+
+
+def sloscope(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from sloscope.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "replay", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_run_prints_one_json_row_and_exits_0(tmp_path: Path) -> None:
+    with SseServer(tokens(4)) as server:
+        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["offered"], row["completed"], row["failed"], row["unfinished"]) == (10, 10, 0, 0)
+    assert (row["qualified"], row["attainment"], row["valid"]) == (10, 1.0, True)
+    assert (row["ttft_p99_s"], row["ttft_p99_note"]) == (None, "n=10 < 299")
+    assert row["ttft_p50_s"] is not None and row["ttft_intended_p50_s"] >= row["ttft_p50_s"]
+    assert row["contract_hash"] == contracts.load(tmp_path / "contract.toml").hash
+    assert "lengths natural" in done.stderr and "10 requests" in done.stderr
+
+
+def test_another_server_is_replayed_with_forced_lengths(tmp_path: Path) -> None:
+    with SseServer(tokens(4), owned_by="vllm") as server:
+        done = sloscope(TEN, "--url", f"{server.url}/v1", "--events", str(tmp_path), *GOODPUT, "--api", "completions")
+        assert all(asked.json["ignore_eos"] and asked.path == "/v1/completions" for asked in server.asked)
+        assert len(server.asked) == 10
+    assert done.returncode == 0 and "lengths forced" in done.stderr
+    assert "ttft_intended_p50_s" in done.stdout
+
+
+def test_a_dead_upstream_is_one_line_and_exit_2_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with SseServer(tokens(1)) as server:
+        url = server.url
+    done = sloscope(TEN, "--url", url, "--events", str(tmp_path / "events"), *GOODPUT)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"error: --url: {url}/v1 cannot be reached: ")
+    assert not (tmp_path / "events").exists()
+
+
+def test_every_request_failed_is_exit_1(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.json(500, {"error": {}})
+
+    with SseServer(script) as server:
+        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "csv")
+    assert done.returncode == 1 and "every request failed" in done.stderr
+    header, values = done.stdout.splitlines()
+    row = dict(zip(header.split(","), values.split(","), strict=True))
+    assert (row["failed"], row["completed"], row["reasons"]) == ("10", "0", "failed(http_error)=10")
+
+
+def test_a_dry_run_needs_no_server_and_writes_nothing(tmp_path: Path) -> None:
+    done = sloscope(
+        TEN, "--dry-run", *GOODPUT, "--rate", "20", "--events", str(tmp_path / "events"), "--format", "json"
+    )
+    (row,) = json.loads(done.stdout)
+    assert done.returncode == 0 and not (tmp_path / "events").exists()
+    assert (row["requests"], row["mean_rate_rps"], row["span_s"]) == (10, 20.0, 0.45)  # 9 gaps of 50 ms
+
+
+def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path], Records]) -> None:
+    code = "from sloscope.cli import main; main()"
+    slow = "synthetic:constant?n=1000&rate=20"
+    with SseServer(tokens(3, gap_s=0.05)) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "replay", slow, "--url", server.url, "--events", str(tmp_path), *GOODPUT,
+             "--format", "json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        deadline = time.monotonic() + 20
+        while len(server.asked) < 20 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert process.returncode == 130, err
+    (row,) = json.loads(out)
+    assert row["interrupted"] is True and 20 <= row["sent"] < 1000 and row["scheduled"] == 1000
+    records = recorded(tmp_path)
+    assert len(records["begin"]) == row["sent"]
+    assert len(records["end"]) == row["completed"] == row["sent"] - row["unfinished"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([TEN, "--url", "http://127.0.0.1:9"], "--contract: exactly one of"),
+        ([TEN, *GOODPUT], "--url: is missing"),
+        ([TEN, *GOODPUT, "--url", "127.0.0.1:9"], "--events: is missing"),
+        ([TEN, "--goodput", "ttft:fast"], "goodput ttft: 'fast'"),
+        (["missing.csv", *GOODPUT], "trace 'missing.csv': cannot be read"),
+        ([TEN, *GOODPUT, "--class", "gold"], "class: 'gold'"),
+        ([TEN, *GOODPUT, "--lengths", "long"], "--lengths: 'long'"),
+        ([TEN, *GOODPUT, "--api", "embeddings"], "--api: 'embeddings'"),
+        ([TEN, *GOODPUT, "--drain", "soon"], "--drain: 'soon'"),
+        ([TEN, *GOODPUT, "--header", "no colon"], "--header: 'no colon'"),
+        ([TEN, *GOODPUT, "--format", "xml"], "--format: 'xml'"),
+        ([TEN, *GOODPUT, "--rate", "1", "--speedup", "2"], "--speedup: not together"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
+    done = sloscope(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
+
+
+def test_a_header_is_sent_and_never_recorded(tmp_path: Path) -> None:
+    with SseServer(tokens(1)) as server:
+        arguments = ["--url", server.url, "--events", str(tmp_path), "--header", "Authorization: Bearer s3cret"]
+        done = sloscope(TEN, *arguments, *GOODPUT)
+        assert all(asked.headers["authorization"] == "Bearer s3cret" for asked in server.asked)
+    assert done.returncode == 0
+    assert all(b"s3cret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_an_events_directory_of_another_contract_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "contract.toml").write_text('version = 1\n[classes.a]\nttft = "1s"\n')
+    with SseServer(tokens(1)) as server:
+        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT)
+        assert server.asked == []
+    assert done.returncode == 2 and "another --events directory" in done.stderr
