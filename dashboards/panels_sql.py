@@ -11,18 +11,19 @@ QUESTIONS = (
     "attainment_by_cohort",
     "misses_by_obligation",
     "quantiles",
+    "hold_summary",
     "holds",
     "stall_causes",
     "ttft_budget",
     "survival",
     "dispatch_lag",
 )
-_RULES = "Requests are assigned by arrival, at the contract's observer; the rules in force stand in the answer."
+_RULES = "Requests are assigned by arrival."
 
 
 def goodput() -> Any:
     return style.answer(
-        "Goodput of the window", f"Offered, qualified, attainment and goodput by class. {_RULES}", "goodput"
+        "Goodput of the window", f"Offered, qualified, attainment with its interval, and goodput. {_RULES}", "goodput"
     )
 
 
@@ -47,11 +48,16 @@ def quantiles() -> Any:
 
 
 def holds() -> Any:
+    text = "One row for each output that was held too long, with its verdict and both sides' share of the waiting."
+    return style.answer("Late holds", text, "holds")
+
+
+def hold_summary() -> Any:
     text = (
         "Late deliveries by verdict: the engine was late; it was on time and the events waited; both; the client was "
         "late; unknown. Without engine stamps a verdict is only suspected."
     )
-    return style.answer("Stall verdicts", text, "holds")
+    return style.answer("Stall verdicts", text, "hold_summary")
 
 
 def stall_causes() -> Any:
@@ -75,21 +81,21 @@ def dispatch_lag() -> Any:
 
 
 def attainment_by_both() -> Any:
-    from_sql = promql.row("sloscope_sql_attainment_ratio").filtered()
+    from_sql = promql.row("sloscope_sql_attainment_ratio")
     return style.lines(
         "Attainment: counters and SQL",
-        "The same share from counters and from the journal. They differ by requests in flight at the window's edges; a "
-        "lasting difference means lost records.",
+        "The same share from counters over the time range and from the whole journal. Over a range that holds all of "
+        "it they differ only by requests in flight; a lasting difference means lost records.",
         "percentunit",
         [
-            style.query(promql.attainment(window=promql.RANGE), "counters {{class}}"),
+            style.query(promql.attainment(by=(), window=promql.RANGE), "counters"),
             style.query(promql.highest(from_sql, ("class",)), "SQL {{class}}"),
         ],
     )
 
 
 def goodput_gauge() -> Any:
-    from_sql = promql.row("sloscope_sql_goodput_rps").filtered()
+    from_sql = promql.row("sloscope_sql_goodput_rps")
     return style.lines(
         "Goodput from SQL",
         "Latest result of the goodput question, by class.",

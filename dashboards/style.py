@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from grafana_foundation_sdk.builders import barchart, common, heatmap, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.builders import common, heatmap, prometheus, stat, table, timeseries
 from grafana_foundation_sdk.models import common as shapes
 from grafana_foundation_sdk.models import dashboard as board
 from grafana_foundation_sdk.models import heatmap as heat
@@ -17,10 +17,11 @@ PROMETHEUS = DataSourceRef(type_val="prometheus", uid="${datasource}")
 SQL = DataSourceRef(type_val=infinity.PLUGIN, uid="${sql}")
 NO_TRAFFIC = "no traffic"
 
-# Questions name their columns with the unit last; the table reads the unit from there.
+# Questions name their columns with the unit last; the table reads the unit from there. The last match counts.
 _COLUMN_UNITS = (
     ("/.*_ns$/", "ns"),
     ("/.*_s$/", "s"),
+    ("/.*_(at|per)_s$/", "none"),  # a wall time, and something a second: no durations
     ("/.*_rps$/", "reqps"),
     ("/.*(attainment|share|ratio).*/", "percentunit"),
 )
@@ -103,11 +104,4 @@ def answer(title: str, description: str, question: str, *, span: int = 12, heigh
     panel = _dressed(table.Panel(), title, description, "short", "no rows", span, height).datasource(SQL)
     for pattern, unit in _COLUMN_UNITS:
         panel = panel.override_by_regexp(pattern, [board.DynamicConfigValue(id_val="unit", value=unit)])
-    return panel.with_target(infinity.Infinity(question, SQL))
-
-
-def bars(title: str, description: str, unit: str, question: str, by: str, *, span: int = 12) -> barchart.Panel:
-    """The rows of a question as bars: one group for each value of `by`, one bar for each numeric column."""
-    panel = _dressed(barchart.Panel(), title, description, unit, "no rows", span, 8).datasource(SQL)
-    panel = panel.x_field(by).legend(_legend())
-    return panel.with_target(infinity.Infinity(question, SQL))
+    return panel.with_target(infinity.Infinity(question, SQL, {"observer": "${observer}"}))

@@ -59,7 +59,7 @@ def variable(board: Board) -> Board:
         (lambda b: target(b).update(expr="1 + 1"), "reads no series"),
         (lambda b: target(b).update(expr="rate(a[$window])"), "cannot be read at"),
         (lambda b: target(b, "table").update(url="http://elsewhere/q"), "url 'http://elsewhere/q' is not accepted"),
-        (lambda b: target(b, "table")["url_options"]["params"].pop(), "parameter 'to' is missing"),
+        (lambda b: target(b, "table")["url_options"]["params"].pop(1), "parameter 'to' is missing"),
         (lambda b: b["annotations"]["list"][0].update(expr="sloscope_gone"), "'sloscope_gone' is not in the catalogue"),
         (lambda b: variable(b).update(query=LABEL_VALUES.format("sloscope_upstream_up")), "has no label 'class'"),
         (lambda b: variable(b).update(query=LABEL_VALUES.format("gone")), "variable class: metric: 'gone'"),

@@ -117,7 +117,7 @@ def test_every_question_is_asked_with_the_time_range() -> None:
     targets = build.sql_targets()
     assert {target.path for target in targets} == {f"/api/q/{name}" for name in panels_sql.QUESTIONS}
     for target in targets:
-        assert target.params == {"from": "${__from}", "to": "${__to}"}
+        assert target.params == {"from": "${__from}", "to": "${__to}", "observer": "${observer}"}
 
 
 def test_a_row_of_buckets_is_read_as_a_heatmap(dashboards: dict[str, dict[str, Any]]) -> None:
