@@ -1,0 +1,104 @@
+"""kill -9 of the sidecar's data plane in mid-traffic, twenty times. What was begun is known; what was cut is named."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sloscope.demo.processes import SLOSCOPE, Stage, ask
+from sloscope.journal import Tail, journal_files, read_journal
+from tests.end_to_end.support import start_server, start_sidecar, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+KILLS = 20
+EVERY_S = 1.0
+RATE = 30
+
+
+def data_plane_pid(supervisor: int) -> int:
+    """The supervisor's child that runs the data plane; 0 while there is none."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == supervisor and b"exporter.data_plane" in command:
+            return int(entry.name)
+    return 0
+
+
+def raw(events: Path, observer: str) -> dict[str, list[dict[str, Any]]]:
+    """Every record of an observer by kind, straight from the files."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for path in journal_files(events):
+        if path.parent.name == observer:
+            for record in read_journal(Tail(path)):
+                kinds.setdefault(record["kind"], []).append(record)
+    return kinds
+
+
+def test_twenty_kills_lose_no_request_and_no_written_record(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    rng = random.Random(20)
+    written: dict[Path, bytes] = {}
+    with Stage(tmp_path) as stage:
+        server = start_server(stage, events, "--allow-faults")
+        url, _, sidecar = start_sidecar(stage, server, events, "--sql-every", "0")
+        seconds = (KILLS + 2) * EVERY_S
+        load = stage.start(
+            "replay", *SLOSCOPE, "replay",
+            f"synthetic:poisson?rate={RATE}&n={int(RATE * seconds)}&prompt_p50=20&output_p50=60&output_sigma=0.5",
+            "--url", url, "--events", str(events), "--goodput", "ttft:300 itl_max:30", "--drain", "20s", "--seed", "20",
+            "--header", "x-sloscope-fault: slow=1ms",
+        )  # fmt: skip
+        until(lambda: len(list((events / "journal" / "client").glob("*.jsonl"))) > 0, 30)
+        for _ in range(KILLS):
+            time.sleep(EVERY_S * rng.uniform(0.6, 1.2))
+            pid = until(lambda: data_plane_pid(sidecar.process.pid), 20)
+            os.kill(pid, signal.SIGKILL)
+            # What write(2) has returned for is in the file now, and must be there at the end.
+            for path in (events / "journal" / "sidecar").glob("*.jsonl"):
+                if f"-{pid}-" in path.name:
+                    written[path] = path.read_bytes()
+        assert load.process.wait(90) in (0, 1)
+    assert len(written) == KILLS
+
+    for path, data in written.items():
+        assert path.read_bytes().startswith(data), "a written record is gone"
+    rows = json.loads(
+        ask("sql", "select request_id, client_observed, sidecar_observed, engine_observed, sidecar_outcome, "
+            "sidecar_reason, client_outcome from requests", "--events", str(events), "--format", "json")
+    )  # fmt: skip
+    client, sidecar_raw = raw(events, "client"), raw(events, "sidecar")
+    begun_client = {record["request_id"] for record in client["begin"]}
+    begun_sidecar = {record["request_id"] for record in sidecar_raw["begin"]}
+    table = {row["request_id"]: row for row in rows}
+    assert len(table) == len(rows), "a request stands twice"
+    assert set(table) >= begun_client | begun_sidecar
+    assert {key for key, row in table.items() if row["client_observed"]} == begun_client
+    assert {key for key, row in table.items() if row["sidecar_observed"]} == begun_sidecar
+
+    # `begin` is written before the first byte goes upstream: what the server saw, the sidecar's journal knows.
+    unseen = [key for key, row in table.items() if row["engine_observed"] and not row["sidecar_observed"]]
+    assert not unseen, f"{len(unseen)} requests reached the server without a record at the sidecar"
+
+    ends = Counter(record["request_id"] for record in sidecar_raw["end"])
+    assert max(ends.values()) == 1, "a request ended twice"
+    assert set(ends) == begun_sidecar, "a begun request has no end"
+    lost = {r["request_id"] for r in sidecar_raw["end"] if r.get("reason") == "recorder_lost"}
+    assert len(lost) >= KILLS // 2, f"only {len(lost)} requests were cut by {KILLS} kills: there was no traffic"
+    assert lost == {key for key, row in table.items() if row["sidecar_reason"] == "recorder_lost"}
+    cut_at_client = {key for key in lost if table[key]["client_outcome"] == "completed"}
+    print(  # noqa: T201
+        f"{KILLS} kills: {len(begun_client)} begun at the client, {len(begun_sidecar)} at the sidecar, {len(lost)} cut "
+        f"and recorded as recorder_lost, {len(cut_at_client)} of them complete at the client"
+    )
