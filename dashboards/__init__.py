@@ -6,4 +6,4 @@ import warnings
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message="Prefer using dashboardv2", category=DeprecationWarning)
     import grafana_foundation_sdk.builders.dashboard
-    import grafana_foundation_sdk.builders.heatmap
+    import grafana_foundation_sdk.builders.heatmap  # noqa: F401
