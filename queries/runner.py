@@ -108,8 +108,8 @@ class Session:
     """One events directory under one contract, observer and window. Not shared between threads: `run` takes a lock.
 
     `window` is [start, end) in wall ns. Without one it is every whole second from the first arrival to the last, so
-    that a rate divides by the time in which requests could arrive. `observer` None: the contract's own. `base` names
-    the contract that a sensitivity run started from, and says what was changed.
+    that a rate divides by the time in which requests could arrive. `observer` None: the contract's own.
+    `contract_name` is printed with every result; of a sensitivity run it names the base and what was changed.
     """
 
     def __init__(
@@ -277,11 +277,17 @@ class Session:
         )
 
     def run(
-        self, name: str, *, max_rows: int | None = None, timeout_s: float | None = None, **params: object
+        self,
+        name: str,
+        params: Mapping[str, object] | None = None,
+        *,
+        max_rows: int | None = None,
+        timeout_s: float | None = None,
+        **named: object,
     ) -> Result:
         """Answers one question. QueryError: unknown name or param, a value that is not accepted, or out of time."""
         header = question(name)
-        return self._answer(name, header.sql, header.values(params), max_rows, timeout_s)
+        return self._answer(name, header.sql, header.values({**(params or {}), **named}), max_rows, timeout_s)
 
     def sql(self, text: str, *, max_rows: int | None = None, timeout_s: float | None = None) -> Result:
         """The user's own SQL: one SELECT over the views, which can reach no file and change nothing."""

@@ -1,6 +1,6 @@
 -- question: What share of the offered requests kept its whole contract, and how many good requests and tokens is that per second?
 -- grain: one row for the window
--- inputs: cohort, warmup_requests, run_window, completed_ttft_p99
+-- inputs: cohort, warmup_requests, run_window, offered_ttft_p99
 -- outputs:
 --   offered                       bigint   requests   the denominator: every request of the cohort
 --   qualified                     bigint   requests   completed, every limit met
@@ -25,8 +25,8 @@
 --   observed_tokens               bigint   tokens
 --   output_tokens                 bigint   tokens     of every request, also after the cut
 --   window_s                      double   seconds
---   ttft_p99_s                    double   seconds    completed requests, nearest rank
---   ttft_p99_reason               varchar  -          why the p99 is NULL
+--   ttft_p99_s                    double   seconds    offered requests, nearest rank; not completed is above every value
+--   ttft_p99_reason               varchar  -          why the p99 is NULL: too few requests, or beyond every value (> max)
 -- rules: attainment is NULL without offered requests; rates are 0 then and NULL only without a window. Wilson's
 --   interval assumes independent requests, which requests that share a queue are not: read it as a lower bound on
 --   the uncertainty. TTFT is the worst choice's.
@@ -102,12 +102,12 @@ final as (
         counted.observed_tokens,
         counted.output_tokens,
         run_window.window_ns / 1e9 as window_s,
-        completed_ttft_p99.ttft_p99_ns / 1e9 as ttft_p99_s,
-        completed_ttft_p99.reason as ttft_p99_reason
+        offered_ttft_p99.ttft_p99_ns / 1e9 as ttft_p99_s,
+        offered_ttft_p99.reason as ttft_p99_reason
     from counted
     cross join warmed_up
     cross join run_window
-    cross join completed_ttft_p99
+    cross join offered_ttft_p99
 )
 
 select * from final
