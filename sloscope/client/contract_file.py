@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sloscope import contract as contracts
 from sloscope.contract import Contract
-from sloscope.errors import ContractError
+from sloscope.errors import ContractError, JournalError
 from sloscope.journal import write_atomically
 from sloscope.units import format_ns
 
@@ -63,6 +63,10 @@ def keep(contract: Contract, source: Path | None, events: Path) -> Path:
                 "accepted: the same contract, or another --events directory"
             )
         return path
-    Path(events).mkdir(parents=True, exist_ok=True)
-    write_atomically(path, source.read_bytes() if source is not None else to_toml(contract).encode())
+    data = source.read_bytes() if source is not None else to_toml(contract).encode()
+    try:
+        Path(events).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JournalError(f"events directory {str(events)!r}: {error.strerror}") from None
+    write_atomically(path, data)
     return path

@@ -154,7 +154,8 @@ class Replay:
         gc.freeze()
         thresholds = gc.get_threshold()
         gc.set_threshold(50_000, 20, 100)
-        tasks = [loop.create_task(self._lag.run()), loop.create_task(self._tick(progress))]
+        tasks = [loop.create_task(self._tick(progress))]
+        self._lag.start()
         if self._poster is not None:
             tasks.append(loop.create_task(self._poster.run()))
         try:
@@ -162,6 +163,7 @@ class Replay:
             self._send_due()
             await self._over.wait()
         finally:
+            self._lag.stop()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -249,7 +249,7 @@ def test_the_loops_own_lag_is_recorded_with_the_requests_it_touched(tmp_path: Pa
     records = recorded(tmp_path)
     lags = {end["request_id"]: end["loop_lag_max_ns"] for end in records["end"]}
     ordered = [lags[begin["request_id"]] for begin in records["begin"]]
-    assert max(ordered[4:7]) >= 150 * MS
+    assert ordered[4] >= 150 * MS  # sent at 0.45 s, in mid-answer when the loop stood still from 0.5 to 0.7 s
     assert max(ordered[:3] + ordered[-2:]) < 100 * MS
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -139,3 +142,30 @@ def test_an_events_directory_of_another_contract_is_refused(tmp_path: Path) -> N
         done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT)
         assert server.asked == []
     assert done.returncode == 2 and "another --events directory" in done.stderr
+
+
+def test_an_events_path_that_is_a_file_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("")
+    with SseServer(tokens(1)) as server:
+        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path / "events"), *GOODPUT)
+        assert server.asked == []
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "events directory" in done.stderr
+
+
+def test_a_terminal_shows_a_bar_while_it_runs(tmp_path: Path) -> None:
+    main, terminal = pty.openpty()
+    code = "from sloscope.cli import main; main()"
+    with SseServer(tokens(2)) as server:
+        arguments = ["synthetic:constant?n=40&rate=20", "--url", server.url, "--events", str(tmp_path), *GOODPUT]
+        process = subprocess.Popen([sys.executable, "-c", code, "replay", *arguments], stdout=subprocess.DEVNULL,
+                                   stderr=terminal)  # fmt: skip
+        os.close(terminal)
+        shown = b""
+        try:
+            while piece := os.read(main, 4096):
+                shown += piece
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        os.close(main)
+        assert process.wait(10) == 0
+    assert re.search(rb"\[#+\.+\] sent \d+/40", shown)

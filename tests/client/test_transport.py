@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import openai
 import orjson
 import pytest
 
 from sloscope import contract as contracts
-from sloscope.client import AsyncReceiptTransport, ReceiptTransport, stop_reason
+from sloscope.client import ReceiptTransport, stop_reason
 from sloscope.ids import is_request_id
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, base, chunk, tokens
@@ -476,95 +475,3 @@ def test_threads_share_one_transport(tmp_path: Path, recorded: Recorded) -> None
     assert len({begin["request_id"] for begin in records["begin"]}) == 8
     assert len(stamps(records)) == 160
     assert [end["outcome"] for end in records["end"]] == ["completed"] * 8
-
-
-# --- async ------------------------------------------------------------------------------------------------------
-
-
-def run_async(script: Script, events: Path, use: Callable[[openai.AsyncOpenAI], Any], **options: Any) -> None:
-    async def main(server: SseServer) -> None:
-        transport = AsyncReceiptTransport(events, CONTRACT)
-        async with async_client(server, transport, **options) as client:
-            await use(client)
-        assert transport.observer_errors == 0, transport.last_error
-
-    with SseServer(script) as server:
-        asyncio.run(main(server))
-
-
-def test_async_streams_of_chat_and_completions_are_recorded(tmp_path: Path, recorded: Recorded) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
-        async def chat() -> int:
-            return len([piece async for piece in await client.chat.completions.create(**CHAT, stream=True)])
-
-        counts = await asyncio.gather(*(chat() for _ in range(10)))
-        assert counts == [22] * 10  # twenty texts, finish, usage
-
-    run_async(tokens(20, gap_s=0.01), tmp_path, use)
-    records = recorded(tmp_path)
-    assert len(stamps(records)) == 200
-    assert [end["outcome"] for end in records["end"]] == ["completed"] * 10
-    assert all("retry_of" not in begin for begin in records["begin"])
-
-
-def test_async_non_streaming_and_retries(tmp_path: Path, recorded: Recorded) -> None:
-    async def script(asked: Asked, reply: Reply) -> None:
-        if asked.number == 0:
-            await reply.json(500, {"error": {}}, {"retry-after-ms": "20"})
-        else:
-            usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-            await reply.json(
-                200, base() | {"choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}], "usage": usage}
-            )
-
-    async def use(client: openai.AsyncOpenAI) -> None:
-        await client.completions.create(model="tiny", prompt="p")
-
-    run_async(script, tmp_path, use, max_retries=1)
-    records = recorded(tmp_path)
-    first, second = records["begin"]
-    assert second["retry_of"] == first["request_id"]
-    assert [(end["reason"], end["output_tokens"]) for end in records["end"]] == [("http_error", 0), ("", 2)]
-
-
-def test_a_cancelled_task_is_a_disconnect_unless_a_reason_is_said(tmp_path: Path, recorded: Recorded) -> None:
-    async def use(client: openai.AsyncOpenAI) -> None:
-        async def read() -> None:
-            async for _ in await client.chat.completions.create(**CHAT, stream=True):
-                pass
-
-        async def read_with_deadline() -> None:
-            with stop_reason("client_timeout"):
-                await read()
-
-        for reading in (read, read_with_deadline):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(reading(), 0.2)
-
-    run_async(tokens(2, gap_s=5.0), tmp_path, use)
-    assert [(end["outcome"], end["reason"]) for end in recorded(tmp_path)["end"]] == [
-        ("cancelled", "disconnect"),
-        ("cancelled", "client_timeout"),
-    ]
-
-
-# --- httpx2, which the openai package uses by itself ------------------------------------------------------------
-
-
-def test_httpx2_clients_are_recorded_too(tmp_path: Path, recorded: Recorded) -> None:
-    async def use_async(server: SseServer) -> None:
-        transport = AsyncReceiptTransport(tmp_path, CONTRACT, inner=httpx2.AsyncHTTPTransport())
-        http_client = httpx2.AsyncClient(transport=transport)
-        async with openai.AsyncOpenAI(api_key="k", base_url=f"{server.url}/v1", http_client=http_client) as client:
-            assert len([piece async for piece in await client.chat.completions.create(**CHAT, stream=True)]) == 5
-
-    with SseServer(tokens(3)) as server:
-        transport = ReceiptTransport(tmp_path, CONTRACT, inner=httpx2.HTTPTransport())
-        http_client = httpx2.Client(transport=transport)
-        with openai.OpenAI(api_key="k", base_url=f"{server.url}/v1", http_client=http_client) as client:
-            assert len(list(client.chat.completions.create(**CHAT, stream=True))) == 5
-        assert transport.observer_errors == 0, transport.last_error
-        asyncio.run(use_async(server))
-    records = recorded(tmp_path)
-    assert len(stamps(records)) == 6
-    assert [end["outcome"] for end in records["end"]] == ["completed"] * 2
