@@ -90,7 +90,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def _refuse(field: str, value: object, accepted: str) -> ApiError:
-    shown = repr(value)
+    # What people wrote is not echoed: answers get logged by others.
+    shown = f"this {type(value).__name__}" if field in ("prompt", "messages") else repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
     return ApiError(400, f"{field}: {shown} is not accepted; accepted: {accepted}", param=field)
 

@@ -11,6 +11,7 @@ admitted when a slot is free and the pool can promise all the KV it may come to 
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from reference_server.kv_blocks import BlockPool
@@ -167,9 +168,9 @@ class Scheduler:
             self._running.append(request)
             self._move(request, State.PREFILL, "admitted")
             self._decisions.append(Decision(request, "admit", "fits"))
-        for request in reversed(self._waiting):
-            if request.queue_noted:
-                break  # so are all before it
+        # Who waits for the first time stands at the end of the queue.
+        new = list(takewhile(lambda request: not request.queue_noted, reversed(self._waiting)))
+        for request in reversed(new):
             request.queue_noted = True
             self._decisions.append(Decision(request, "queue", "no_kv" if self._free_slots else "no_slot"))
 

@@ -1,0 +1,284 @@
+"""The engine's loop over a real socket, real journal and real metrics; only the model is a tiny one."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reference_server.engine import Engine
+from reference_server.kv_blocks import BlockPool
+from reference_server.link import EngineLink, FrameBuffer, LinkClosedError, Message, encode
+from reference_server.scheduler import Limits, Scheduler
+from sloscope import records
+from sloscope.clock import SystemClock
+from sloscope.exposition import MetricStore
+from sloscope.ids import new_request_id
+from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
+from tests.reference_server.test_work import CONFIG
+from tests.reference_server.tiny_runner import EOS, TinyRunner
+
+
+class Bench:
+    def __init__(self, events: Path, slots: int = 2, blocks: int = 64, **limits: Any) -> None:
+        ours, self.front = socket.socketpair()
+        self.front.setblocking(False)
+        self.events = events
+        self.runner = TinyRunner(slots, 64)
+        self.metrics = MetricStore("server")
+        self.journal = JournalWriter(events, "engine", SystemClock())
+        self.link_socket = ours
+        self.engine = Engine(
+            self.runner,
+            Scheduler(Limits(slots, 64, **limits), BlockPool(blocks, 4), [EOS]),
+            EngineLink(ours),
+            self.metrics,
+            self.journal,
+            SystemClock(),
+            CONFIG,
+        )
+        self._frames = FrameBuffer()
+
+    def new(self, prompt: int = 3, max_tokens: int = 4, **more: Any) -> str:
+        key = new_request_id()
+        self.tell(
+            {
+                "op": "new", "key": key, "prompt": list(range(10, 10 + prompt)), "max_tokens": max_tokens,
+                "stop_after": None, "temperature": 0.0, "top_p": 1.0, "seed": 0, "mask_eos": False, "tenant": "",
+                "arrived_ns": time.monotonic_ns(), "fault": "",
+            } | more
+        )  # fmt: skip
+        return key
+
+    def tell(self, message: Message) -> None:
+        self.front.sendall(encode(message))
+
+    def turn(self, times: int = 1) -> list[Message]:
+        for _ in range(times):
+            self.engine.turn()
+            self.engine.scheduler.check_integrity()
+        return self.heard()
+
+    def heard(self) -> list[Message]:
+        messages: list[Message] = []
+        try:
+            while data := self.front.recv(1 << 16):
+                messages += self._frames.feed(data)
+        except BlockingIOError:
+            pass
+        return [message for message in messages if message["op"] != "metrics"]
+
+    def records(self, kind: str) -> list[records.Record]:
+        self.journal.flush()
+        return [r for path in journal_files(self.events) for r in read_journal(Tail(path)) if r["kind"] == kind]
+
+    def close(self) -> None:
+        self.journal.close()
+        self.front.close()
+        self.link_socket.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()
+
+
+def test_all_tokens_of_a_step_travel_in_one_frame(bench: Bench) -> None:
+    a, b = bench.new(), bench.new()
+    accepted, tokens = bench.turn()
+    assert accepted == {"op": "accepted", "keys": [a, b]}
+    # Prompts of 3 tokens at positions 0-2: the first token is 103.
+    assert [row[:4] for row in tokens["rows"]] == [[a, 103, "", True], [b, 103, "", True]]
+    assert tokens["step"] == 1 and tokens["computed_ns"] <= tokens["handed_ns"] <= time.monotonic_ns()
+
+
+def test_only_the_first_token_brings_the_stamps_of_its_request(bench: Bench) -> None:
+    bench.new()
+    _, first = bench.turn()
+    (second,) = bench.turn()
+    _, _, _, _, queued_ns, started_ns = first["rows"][0]
+    assert queued_ns <= started_ns <= first["computed_ns"]
+    assert len(second["rows"][0]) == 4
+
+
+def test_a_step_is_recorded_with_its_batch_and_the_three_kv_numbers(bench: Bench) -> None:
+    a = bench.new(prompt=6, max_tokens=4)  # 10 tokens: 3 blocks of 4
+    bench.turn()
+    b = bench.new(prompt=2, max_tokens=2)  # 1 block
+    bench.turn()
+    first, second = bench.records("step")
+    assert (first["prefill_ids"], first["decode_ids"]) == ([a], [])
+    # 6 tokens: 2 blocks hold some, 1 more is promised, 64 - 3 are free.
+    assert (first["kv_blocks_resident"], first["kv_blocks_reserved"], first["kv_blocks_free"]) == (2, 1, 61)
+    assert (second["prefill_ids"], second["decode_ids"]) == ([b], [a])
+    assert (second["prefill_tokens"], second["decode_tokens"]) == (2, 1)
+    assert second["start_ns"] >= first["end_ns"] >= first["start_ns"] and "fault" not in second
+    assert first["modelled_flops"] > 0 and first["modelled_bytes"] > 0
+
+
+def test_every_transition_is_recorded_with_its_reason(bench: Bench) -> None:
+    key = bench.new(max_tokens=2)
+    bench.turn(2)
+    states = bench.records("state")
+    assert [(s.get("from_state"), s["to_state"], s["reason"]) for s in states] == [
+        (None, "WAITING", "arrived"),
+        ("WAITING", "PREFILL", "admitted"),
+        ("PREFILL", "DECODE", "first_token"),
+        ("DECODE", "FINISHED", "length"),
+    ]
+    assert {s["request_id"] for s in states} == {key}
+    assert [s["at_ns"] for s in states] == sorted(s["at_ns"] for s in states)
+    assert [(d["verdict"], d["reason"]) for d in bench.records("decision")] == [("admit", "fits")]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_an_abort_acts_at_the_next_boundary_and_frees_the_kv(bench: Bench, turns: int) -> None:
+    """0: it comes together with the request; later: in decode."""
+    key = bench.new(max_tokens=9)
+    bench.turn(turns)
+    bench.tell({"op": "abort", "key": key, "reason": "disconnect"})
+    asked_ns = time.monotonic_ns()
+    steps = bench.runner.steps
+    bench.turn(2)
+    assert bench.runner.steps == steps, "no step ran for it any more"
+    assert bench.runner.held == [0, 0] and bench.engine.scheduler.pool.free == 64
+    (late,) = bench.records("late")
+    assert late["request_id"] == key and asked_ns <= late["abort_seen_ns"] <= late["kv_freed_ns"]
+    assert bench.records("state")[-1]["to_state"] == "CANCELLED"
+    assert bench.records("state")[-1]["reason"] == "disconnect"
+    text = bench.metrics.render().decode()
+    assert "sloscope_engine_cancel_cleanup_seconds_count 1.0" in text
+
+
+def test_aborting_one_of_two_does_not_touch_the_other(bench: Bench) -> None:
+    a, b = bench.new(max_tokens=4), bench.new(max_tokens=4)
+    bench.turn()
+    bench.tell({"op": "abort", "key": a, "reason": "disconnect"})
+    rows = [row[:3] for message in bench.turn(4) for row in message["rows"]]
+    assert rows == [[b, 104, ""], [b, 105, ""], [b, 106, "length"]]
+
+
+def test_an_abort_that_comes_too_late_leaves_no_trace(bench: Bench) -> None:
+    key = bench.new(max_tokens=1)
+    bench.turn()
+    bench.tell({"op": "abort", "key": key, "reason": "disconnect"})
+    bench.turn()
+    assert bench.records("late") == []
+    assert bench.records("state")[-1]["to_state"] == "FINISHED"
+
+
+def test_an_answer_that_ends_in_its_text_is_finished(bench: Bench) -> None:
+    key = bench.new(max_tokens=9)
+    bench.turn()
+    bench.tell({"op": "finish", "key": key})
+    assert bench.turn() == []
+    assert bench.records("state")[-1]["to_state"] == "FINISHED" and bench.runner.held == [0, 0]
+
+
+def test_a_refusal_says_why_and_whether_to_ask_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=1, blocks=4, max_waiting=1)
+    bench.new(max_tokens=9)
+    bench.turn()
+    bench.new()
+    full = bench.new()
+    never = bench.new(prompt=10, max_tokens=10)  # 20 tokens: 5 blocks of 4
+    refused = {m["key"]: m for m in bench.turn() if m["op"] == "refused"}
+    assert (refused[full]["reason"], refused[full]["retry"]) == ("queue_full", True)
+    assert (refused[never]["reason"], refused[never]["retry"]) == ("kv_never_fits", False)
+    assert "need 5 KV blocks; accepted: at most 4" in refused[never]["message"]
+    assert [s["request_id"] for s in bench.records("state") if s["to_state"] == "REJECTED"] == [full, never]
+    bench.close()
+
+
+def test_a_stall_makes_the_whole_batch_wait_in_the_step_of_that_token(bench: Bench) -> None:
+    slow = bench.new(max_tokens=4, fault="stall=30ms@3")
+    other = bench.new(max_tokens=4)
+    bench.turn(4)
+    steps = bench.records("step")
+    assert [step.get("fault") for step in steps] == [None, None, "stall=30ms@3", None]
+    long = [step["end_ns"] - step["start_ns"] >= 30_000_000 for step in steps]
+    assert long == [False, False, True, False]
+    assert steps[2]["decode_ids"] == [slow, other]
+
+
+def test_an_error_asked_for_ends_the_request_after_that_many_tokens(bench: Bench) -> None:
+    key = bench.new(max_tokens=9, fault="error@2")
+    messages = bench.turn(4)
+    assert [m["op"] for m in messages] == ["accepted", "tokens", "tokens", "error"]
+    assert messages[-1]["key"] == key and bench.runner.held == [0, 0]
+    assert bench.records("state")[-1]["reason"] == "fault"
+
+
+def test_a_stall_can_be_asked_of_the_next_step(bench: Bench) -> None:
+    bench.new(max_tokens=2)
+    bench.tell({"op": "stall", "ns": 20_000_000})
+    bench.turn(2)
+    assert [step.get("fault") for step in bench.records("step")] == ["stall=20ms", None]
+
+
+def _samples(text: str) -> dict[str, float]:
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+
+
+def test_the_metrics_count_what_was_done(bench: Bench) -> None:
+    done, gone = bench.new(prompt=3, max_tokens=4, tenant="t1"), bench.new(prompt=5, max_tokens=9)
+    bench.turn(2)
+    bench.tell({"op": "abort", "key": gone, "reason": "disconnect"})
+    bench.turn(2)
+    assert done
+    m = _samples(bench.metrics.render().decode())
+    assert m["sloscope_engine_prompt_tokens_total"] == 8  # 3 + 5
+    assert m["sloscope_engine_output_tokens_total"] == 6  # 4, and 2 before the abort
+    assert m["sloscope_engine_step_seconds_count"] == 4
+    assert m["sloscope_engine_decode_step_seconds_count"] == 3  # all but the first
+    assert m["sloscope_engine_queue_seconds_count"] == m["sloscope_engine_ttft_seconds_count"] == 2
+    assert m["sloscope_engine_token_interval_seconds_count"] == 4  # 3 gaps of 4 tokens, 1 of 2
+    assert m['sloscope_engine_admissions_total{reason="fits",verdict="admit"}'] == 2
+    # 3 prompt tokens at 1 and 4 output tokens at 2; 5 + 2 · 2 for the other
+    assert m['sloscope_engine_service_units_total{tenant="t1"}'] == 11
+    assert m['sloscope_engine_service_units_total{tenant=""}'] == 9
+
+
+def test_gauges_return_to_the_baseline_when_everything_is_aborted(bench: Bench) -> None:
+    bench.tell({"op": "drain"})
+    bench.turn()
+    before = _samples(bench.metrics.render().decode())
+    keys = [bench.new(max_tokens=9) for _ in range(5)]
+    bench.turn(2)
+    bench.tell({"op": "drain"})
+    bench.turn()
+    during = _samples(bench.metrics.render().decode())
+    assert during['sloscope_engine_requests{state="DECODE"}'] == 2
+    assert during['sloscope_engine_requests{state="WAITING"}'] == 3
+    assert during["sloscope_engine_oldest_waiting_seconds"] > 0
+    for key in keys:
+        bench.tell({"op": "abort", "key": key, "reason": "disconnect"})
+    bench.tell({"op": "drain"})
+    bench.turn()
+    after = _samples(bench.metrics.render().decode())
+    gauges = [name for name in before if "kv_blocks" in name or "engine_requests{" in name or "oldest" in name]
+    assert len(gauges) == 3 + 5 + 1
+    assert {name: after[name] for name in gauges} == {name: before[name] for name in gauges}
+    assert after["sloscope_engine_cancel_cleanup_seconds_count"] == 5
+
+
+def test_no_text_and_no_token_reaches_the_journal(bench: Bench) -> None:
+    bench.new(prompt=4, max_tokens=3)
+    bench.turn(3)
+    for path in journal_files(bench.events):
+        for line in path.read_text().splitlines():
+            assert not any(value == [10, 11, 12, 13] for value in json.loads(line).values())
+    assert len(bench.records("step")) == 3  # every line passed the schema, which has no field for text
+
+
+def test_the_engine_ends_when_the_front_end_is_gone(bench: Bench) -> None:
+    bench.new()
+    bench.turn()
+    bench.front.close()
+    with pytest.raises(LinkClosedError):
+        bench.engine.run()

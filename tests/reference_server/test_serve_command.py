@@ -1,0 +1,152 @@
+"""The command itself: what it refuses before anything starts, and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sloscope.demo.processes import SLOSCOPE
+from sloscope.ids import new_request_id
+from sloscope.journal import is_live, journal_files
+from tests.reference_server.serving import Served, until
+
+
+def serve(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and the lines on stderr of a server that must not start."""
+    command = [*SLOSCOPE, "serve", "--listen", "127.0.0.1:0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == ""
+    return done.returncode, done.stderr.splitlines()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_occupied_port_is_one_line_and_exit_2() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, lines = serve("--listen", address)
+    assert code == 2
+    assert lines == [f"error: --listen: '{address}': Address already in use; accepted: a free address of this host"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--model", "nowhere.gguf"],
+            "error: model 'nowhere.gguf': no such file; accepted: builtin, smollm2 or the path",
+        ),
+        (["--contract", "none.toml"], "error: contract 'none.toml': cannot be read: No such file or directory"),
+        (["--goodput", "speed:3"], "error: goodput: 'speed:3' is not accepted; accepted: ttft"),
+        (["--goodput", "ttft:3", "--contract", "x"], "error: --goodput: given together with --contract"),
+        (["--listen", "here"], "error: --listen: 'here' is not an address; accepted: HOST:PORT or PORT"),
+        (["--drain", "soon"], "error: --drain: 'soon' is not a duration"),
+        (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
+        (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], line: str) -> None:
+    code, lines = serve(*arguments)
+    assert code == 2 and len(lines) == 1 and lines[0].startswith(line), lines
+
+
+def test_a_damaged_model_file_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    model = tmp_path / "broken.gguf"
+    model.write_bytes(b"GGUF" + bytes(range(200)))
+    code, lines = serve("--model", str(model))
+    assert code == 2 and len(lines) == 1 and "damaged or truncated GGUF file" in lines[0], lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly_with_no_process_left(tmp_path: Path, number: signal.Signals) -> None:
+    served = Served(tmp_path)
+    engine = served.engine_pid()
+    assert served.text().status_code == 200
+    os.kill(served.child.process.pid, number)
+    assert served.child.process.wait(10) == 0
+    assert not alive(engine)
+    assert not any(is_live(path) for path in journal_files(served.events))
+    assert served.stop() == 0
+    assert served.child.log.read_text().count("\n") == 1, "only the line that it serves"
+
+
+def test_at_a_signal_running_answers_get_their_time_and_new_ones_a_503(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--drain", "20s")
+    running = served.stream(max_tokens=700)
+    running.read_head()
+    events = running.events()
+    next(events)
+    served.child.process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+    refused = served.text()
+    assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
+    assert [event.body for event in events][-1] == "[DONE]"
+    assert served.stop() == 0
+
+
+def test_what_runs_beyond_the_drain_limit_gets_an_error_in_its_stream(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--drain", "100ms")
+    request_id = new_request_id()
+    running = served.stream({"x-sloscope-request-id": request_id}, max_tokens=8000)
+    running.read_head()
+    events = running.events()
+    next(events)
+    served.child.process.send_signal(signal.SIGTERM)
+    assert "the server is stopping" in list(events)[-1].body["error"]["message"]
+    assert served.stop() == 0
+    end = served.wait_for_end(request_id)
+    assert (end["outcome"], end["reason"]) == ("failed", "in_band_error")
+
+
+def test_a_dead_engine_is_an_error_in_the_stream_a_503_and_exit_1(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    request_id = new_request_id()
+    running = served.stream({"x-sloscope-request-id": request_id}, max_tokens=8000)
+    running.read_head()
+    events = running.events()
+    next(events)
+    os.kill(served.engine_pid(), signal.SIGKILL)
+    assert "the engine process is gone" in list(events)[-1].body["error"]["message"]
+    assert httpx.get(f"{served.url}/health").status_code == 503
+    assert served.child.process.wait(10) == 1
+    assert served.stop() == 1
+    assert "error: the engine process ended (exit code -9)" in served.child.log.read_text()
+    end = served.wait_for_end(request_id)
+    assert (end["outcome"], end["reason"]) == ("failed", "in_band_error")
+
+
+def test_no_engine_outlives_a_front_end_that_was_killed(tmp_path: Path) -> None:
+    served = Served(tmp_path)
+    engine = served.engine_pid()
+    running = served.stream(max_tokens=8000)
+    running.read_head()
+    next(running.events())
+    served.child.process.kill()
+    until(lambda: not alive(engine), 5)
+    running.close()
+    assert served.stop() == -signal.SIGKILL
+    until(lambda: not any(is_live(path) for path in journal_files(served.events)))
+
+
+def test_the_models_are_listed() -> None:
+    command = [*SLOSCOPE, "model", "list", "--format", "csv"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    header, builtin, smollm2 = done.stdout.splitlines()
+    assert header == "name,present,size_bytes,licence,where"
+    assert builtin.startswith("builtin,True,") and smollm2.startswith("smollm2,")
+
+
+def test_a_model_that_nobody_knows_is_one_line_and_exit_2() -> None:
+    done = subprocess.run([*SLOSCOPE, "model", "get", "gpt"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr == "error: model 'gpt': is not known; accepted: smollm2\n"

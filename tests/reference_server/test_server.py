@@ -1,0 +1,296 @@
+"""The whole server: real processes, real sockets, the built-in model."""
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from sloscope import catalogue
+from sloscope.ids import is_request_id, new_request_id
+from tests.reference_server.serving import Conversation, Served, until
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("serve"), "--allow-faults", "--max-batch", "4", "--goodput", "ttft:300")
+    yield served
+    assert served.stop() == 0
+
+
+def texts(events: list[Any]) -> list[str]:
+    return [event.text for event in events if event.text]
+
+
+CHAT = [{"role": "user", "content": "which way does the river run"}]
+
+
+def test_a_chat_streams_role_then_one_event_a_token_then_finish_usage_done(served: Served) -> None:
+    conversation = served.stream(messages=CHAT, prompt=None, max_tokens=5, stream_options={"include_usage": True})
+    head = conversation.read_head()
+    assert head["status"] == "200" and head["content-type"].startswith("text/event-stream")
+    assert head["x-accel-buffering"] == "no" and head["cache-control"] == "no-cache"
+    bodies = [event.body for event in conversation.events()]
+    assert bodies[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(body["choices"][0]["delta"]["content"] for body in bodies[1:6])
+    assert bodies[6]["choices"][0]["finish_reason"] == "length"
+    usage = bodies[7]["usage"]
+    assert usage["completion_tokens"] == 5 and usage["total_tokens"] == usage["prompt_tokens"] + 5
+    assert bodies[8] == "[DONE]" and len(bodies) == 9
+    assert all(body["usage"] is None for body in bodies[:7])
+
+
+def test_the_engines_timings_come_in_the_last_chunk(served: Served) -> None:
+    *_, finish, done = served.stream(max_tokens=4).whole()
+    timings = finish.body["sloscope"]
+    assert done.body == "[DONE]" and set(timings) == {"request_id", "queue_ms", "prefill_ms", "decode_ms", "ttft_ms"}
+    assert 0 < timings["queue_ms"] + timings["prefill_ms"] <= timings["ttft_ms"]
+
+
+def test_streamed_and_whole_answers_say_the_same(served: Served) -> None:
+    asked = {"max_tokens": 12, "seed": 5, "temperature": 0.8}
+    whole = served.text(**asked).json()
+    assert "".join(texts(served.stream(**asked).whole())) == whole["choices"][0]["text"]
+    assert whole["usage"]["completion_tokens"] == 12 and whole["sloscope"]["ttft_ms"] > 0
+
+
+def test_the_openai_package_is_content(served: Served) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["builtin"]
+        whole = client.chat.completions.create(model="builtin", messages=CHAT, max_tokens=3)  # type: ignore[arg-type]
+        assert whole.choices[0].message.content and whole.usage and whole.usage.completion_tokens == 3
+        stream = client.chat.completions.create(
+            model="builtin", messages=CHAT, max_tokens=3, stream=True, stream_options={"include_usage": True}
+        )  # type: ignore[call-overload]
+        chunks = list(stream)
+        assert chunks[-1].usage.completion_tokens == 3
+        with pytest.raises(openai.BadRequestError, match="n: 3 is not accepted"):
+            client.chat.completions.create(model="builtin", messages=CHAT, n=3)  # type: ignore[arg-type]
+
+
+def test_stop_after_is_a_natural_stop_of_known_length(served: Served) -> None:
+    *_, finish, _ = events = served.stream({"x-sloscope-stop-after": "6"}, max_tokens=50).whole()
+    assert len(texts(events)) == 6 and finish.body["choices"][0]["finish_reason"] == "stop"
+    *_, finish, _ = events = served.stream({"x-sloscope-stop-after": "50"}, max_tokens=6).whole()
+    assert len(texts(events)) == 6 and finish.body["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_stop_string_ends_the_answer_before_it_and_frees_the_engine(served: Served) -> None:
+    full = served.text(max_tokens=40, temperature=0).json()["choices"][0]["text"]
+    words = full.split()
+    stop = next(word for word in words[3:] if len(word) >= 3)
+    cut = full[: full.index(stop)]
+    *_, finish, _ = events = served.stream(max_tokens=40, temperature=0, stop=stop).whole()
+    assert "".join(texts(events)) == cut and finish.body["choices"][0]["finish_reason"] == "stop"
+    request_id = finish.body["sloscope"]["request_id"]
+    assert served.wait_for_end(request_id)["outcome"] == "completed"
+    states = until(lambda: [s for s in served.records("state", request_id) if s["to_state"] == "FINISHED"])
+    assert states[0]["reason"] == "stop"
+
+
+def test_every_event_is_stamped_computed_handed_written_before_its_receipt(served: Served) -> None:
+    request_id = new_request_id()
+    conversation = served.stream({"x-sloscope-request-id": request_id}, max_tokens=20)
+    events = conversation.whole()
+    end = served.wait_for_end(request_id)
+    received = [event.at_ns for event in events if event.text]
+    emit: dict[str, list[int]] = {}
+    for record in served.records("emit", request_id):  # one or more batches, in order
+        assert record["ordinal0"] == len(emit.get("computed_ns", []))
+        for name in ("cum_tokens", "computed_ns", "handed_ns", "written_ns", "step_id"):
+            emit[name] = emit.get(name, []) + record[name]
+    assert emit["cum_tokens"] == list(range(1, 21))
+    (begin,) = served.records("begin", request_id)
+    assert conversation.sent_ns <= begin["arrived_ns"] <= begin["body_complete_ns"]
+    stamps = zip(emit["computed_ns"], emit["handed_ns"], emit["written_ns"], received, strict=True)
+    for computed, handed, written, receipt in stamps:
+        # A receipt may overtake the stamp of the write that caused it, but not the hand-over.
+        assert begin["arrived_ns"] < computed <= handed <= min(written, receipt)
+    assert (end["outcome"], end["output_tokens"], end["finish_reason"]) == ("completed", 20, ["length"])
+    steps = {r["step_id"]: r["end_ns"] for r in served.journal() if r["kind"] == "step"}
+    assert [steps[step_id] for step_id in emit["step_id"]] == emit["computed_ns"]
+
+
+def test_a_well_formed_unseen_id_is_believed_and_a_seen_one_is_not(served: Served) -> None:
+    request_id = new_request_id()
+    headers = {"x-sloscope-request-id": request_id, "x-request-id": "mine"}
+    first, second = served.text(headers=headers), served.text(headers=headers)
+    assert first.headers["x-sloscope-request-id"] == request_id
+    other = second.headers["x-sloscope-request-id"]
+    assert other != request_id and is_request_id(other)
+    assert first.headers["x-request-id"] == second.headers["x-request-id"] == "mine"
+    assert served.records("begin", other)[0]["external_id"] == "mine"
+    assert is_request_id(served.text(headers={"x-sloscope-request-id": "nonsense"}).headers["x-sloscope-request-id"])
+
+
+def test_limits_of_a_request_are_resolved_with_the_contract(served: Served) -> None:
+    response = served.text(headers={"x-slo-itl-max-ms": "40", "x-slo-tenant": "blue"})
+    (begin,) = served.records("begin", response.headers["x-sloscope-request-id"])
+    assert (begin["class"], begin["tenant"]) == ("default", "blue")
+    assert begin["limits"] == {"ttft_ns": 300_000_000, "itl_max_ns": 40_000_000, "min_tokens": 1}
+    assert begin["own_limits"] == {"itl_max_ns": 40_000_000}
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "message"),
+    [
+        ({}, {"n": 2}, 400, "n: 2 is not accepted; accepted: 1"),
+        ({}, {"model": "gpt-5"}, 404, "model: 'gpt-5' is not served here; accepted: builtin"),
+        ({}, {"max_tokens": 9000}, 400, "prompt 4 + max_tokens 9000 = 9004 tokens; accepted: at most 8192 together"),
+        ({}, {"prompt": [5, 100000]}, 400, "prompt: a token id is out of range; accepted: 0 to "),
+        ({"x-slo-class": "gold"}, {}, 400, "x-slo-class: 'gold' is unknown; accepted: default"),
+        ({"x-slo-ttft-ms": "fast"}, {}, 400, "x-slo-ttft-ms: 'fast' is not accepted"),
+        ({"x-sloscope-stop-after": "0"}, {}, 400, "x-sloscope-stop-after: '0' is not accepted"),
+        ({"x-sloscope-fault": "boom"}, {}, 400, "x-sloscope-fault: 'boom' is not accepted"),
+    ],
+)
+def test_what_is_refused_is_offered_and_failed(
+    served: Served, headers: dict[str, str], body: dict[str, Any], status: int, message: str
+) -> None:
+    response = served.text(headers=headers, **body)
+    assert response.status_code == status and message in response.json()["error"]["message"]
+    end = served.wait_for_end(response.headers["x-sloscope-request-id"])
+    assert (end["outcome"], end["reason"], end["http_status"]) == ("failed", "http_error", status)
+    assert served.records("begin", end["request_id"])
+
+
+def test_a_client_that_leaves_is_noticed_at_once_and_its_kv_is_freed(served: Served) -> None:
+    request_id = new_request_id()
+    conversation = served.stream({"x-sloscope-request-id": request_id}, max_tokens=5000)
+    conversation.read_head()
+    events = conversation.events()
+    for _ in range(10):
+        next(events)
+    left_ns = time.monotonic_ns()
+    conversation.close()
+    end = served.wait_for_end(request_id)
+    assert (end["outcome"], end["reason"]) == ("cancelled", "disconnect")
+    assert 10 <= end["output_tokens"] < 5000
+    late: dict[str, int] = {}
+    for record in until(lambda: len(r := served.records("late", request_id)) == 2 and r):
+        late |= record
+    closed, seen, freed = late["socket_closed_ns"], late["abort_seen_ns"], late["kv_freed_ns"]
+    assert left_ns < closed < seen < freed
+    # One step of the built-in model is about a millisecond; the bound leaves room for a busy machine.
+    assert freed - left_ns < 500_000_000
+    states = served.records("state", request_id)
+    assert (states[-1]["to_state"], states[-1]["reason"]) == ("CANCELLED", "disconnect")
+
+
+def test_a_client_that_leaves_without_streaming_is_noticed_too(served: Served) -> None:
+    request_id = new_request_id()
+    conversation = served.stream({"x-sloscope-request-id": request_id}, max_tokens=5000, stream=False)
+    until(lambda: served.records("begin", request_id))
+    time.sleep(0.05)
+    conversation.close()
+    end = served.wait_for_end(request_id)
+    assert (end["outcome"], end["reason"], end["output_tokens"]) == ("cancelled", "disconnect", 0)
+    assert until(lambda: [s for s in served.records("state", request_id) if s["to_state"] == "CANCELLED"])
+
+
+def test_after_five_cancels_everything_is_accounted_for(served: Served) -> None:
+    before = served.metrics()
+    conversations = [served.stream(max_tokens=5000) for _ in range(5)]  # 4 run, 1 waits
+    for conversation in conversations[:4]:
+        conversation.read_head()
+        next(conversation.events())
+    for conversation in conversations:
+        conversation.close()
+    ended = 'sloscope_engine_requests_ended_total{outcome="cancelled"}'
+    until(lambda: served.metrics()[ended] == before[ended] + 5)
+    after = served.metrics()
+    assert after["sloscope_engine_cancel_cleanup_seconds_count"] == (
+        before["sloscope_engine_cancel_cleanup_seconds_count"] + 5
+    )
+    for name in after:
+        if name.startswith(("sloscope_engine_kv_blocks", "sloscope_engine_requests{", "sloscope_engine_undelivered")):
+            assert after[name] == before[name], name
+
+
+def test_a_stall_asked_for_shows_in_the_gap_and_in_the_step(served: Served) -> None:
+    request_id = new_request_id()
+    headers = {"x-sloscope-request-id": request_id, "x-sloscope-fault": "stall=150ms@5"}
+    events = [event for event in served.stream(headers, max_tokens=8).whole() if event.text]
+    gaps = [b.at_ns - a.at_ns for a, b in pairwise(events)]
+    assert max(gaps) == gaps[3] >= 150_000_000  # before the fifth token
+    served.wait_for_end(request_id)
+    faults = until(
+        lambda: [
+            r["fault"]
+            for r in served.journal()
+            if r["kind"] == "step" and request_id in r["decode_ids"] and "fault" in r
+        ]
+    )
+    assert faults == ["stall=150ms@5"]
+
+
+def test_an_error_asked_for_comes_in_the_stream_and_is_a_failure(served: Served) -> None:
+    request_id = new_request_id()
+    headers = {"x-sloscope-request-id": request_id, "x-sloscope-fault": "error@3"}
+    events = served.stream(headers, max_tokens=8).whole()
+    assert len(texts(events)) == 3 and "error after 3 tokens" in events[-1].body["error"]["message"]
+    end = served.wait_for_end(request_id)
+    assert (end["outcome"], end["reason"], end["output_tokens"]) == ("failed", "in_band_error", 3)
+
+
+def test_a_stall_can_be_asked_over_http(served: Served) -> None:
+    assert httpx.post(f"{served.url}/faults", json={"stall_ms": 120}).status_code == 200
+    started_ns = time.monotonic_ns()
+    assert served.text(max_tokens=1).status_code == 200
+    assert time.monotonic_ns() - started_ns >= 120_000_000
+    refused = httpx.post(f"{served.url}/faults", json={"stall_ms": -1})
+    assert refused.status_code == 400 and "stall_ms: -1 is not accepted" in refused.json()["error"]["message"]
+
+
+def test_every_engine_metric_is_there_from_the_start_and_no_receipt_name(served: Served) -> None:
+    text = httpx.get(f"{served.url}/metrics").text
+    for metric in catalogue.exposed_by("server"):
+        suffix = "_count" if metric.kind == "histogram" else ""
+        assert f"\n{metric.name}{suffix}" in text, metric.name
+    assert "sloscope_client_" not in text and "sloscope_sidecar_" not in text
+
+
+def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
+    response = httpx.post(f"{served.url}/v1/completions", content=b"x" * (17 << 20), timeout=30)
+    assert response.status_code == 413 and "accepted: at most" in response.json()["error"]["message"]
+
+
+def test_unknown_paths_answer_in_the_form_of_the_api(served: Served) -> None:
+    response = httpx.get(f"{served.url}/v1/nothing")
+    assert response.status_code == 404 and "/v1/nothing" in response.json()["error"]["message"]
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+
+
+def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--max-undelivered", "100", "--send-buffer", "4096")
+    request_id = new_request_id()
+    body = {"model": "builtin", "prompt": "the river", "max_tokens": 8000, "stream": True}
+    slow = Conversation(served.port, body, {"x-sloscope-request-id": request_id}, receive_buffer=2048)
+    reader = served.stream(max_tokens=300)
+    assert len(texts(reader.whole())) == 300
+    end = served.wait_for_end(request_id, 20)
+    assert (end["outcome"], end["reason"]) == ("cancelled", "slow_reader")
+    assert end["output_tokens"] < 8000 - 100
+    slow.close()
+    assert served.stop() == 0
+
+
+def test_a_full_queue_answers_429_with_retry_after(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--max-batch", "1", "--max-waiting", "1")
+    running = served.stream(max_tokens=8000)
+    running.read_head()
+    next(running.events())
+    waiting = served.stream(max_tokens=5)
+    until(lambda: served.metrics()['sloscope_engine_requests{state="WAITING"}'] == 1)
+    refused = served.text()
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+    assert "1 requests wait; accepted: at most 1" in refused.json()["error"]["message"]
+    end = served.wait_for_end(refused.headers["x-sloscope-request-id"])
+    assert (end["outcome"], end["reason"]) == ("failed", "rejected")
+    running.close()
+    assert len(texts(waiting.whole())) == 5
+    assert served.stop() == 0
