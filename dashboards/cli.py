@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from dashboards import build, rules
+from dashboards import build, push, rules
 from sloscope import output
 from sloscope.contract import Contract, load
 from sloscope.errors import ConfigError
@@ -30,6 +30,21 @@ def build_dashboards(out: Path | None = _OUT, format: str = _FORMAT) -> None:
 def check_dashboards(out: Path | None = _OUT) -> None:
     """Rebuild in memory and compare; exit 1 and name each file that differs."""
     _compare(build.dashboard_files(), out, "dashboards")
+
+
+@dashboards_app.command("push")
+def push_dashboards(
+    url: str = typer.Option(..., "--url", help="Address of Grafana, such as http://127.0.0.1:3000."),
+    token_file: Path | None = typer.Option(
+        None, "--token-file", help=f"File with a service account's token; or set {push.TOKEN_VARIABLE}."
+    ),
+    folder: str = typer.Option("", "--folder", help="Uid of the folder (default: the general one)."),
+    format: str = _FORMAT,
+) -> None:
+    """Create or replace the dashboards in a running Grafana, by their uid."""
+    output.check_format(format)
+    files = build.dashboard_files()
+    output.print_rows(push.push(files, url, push.token(token_file), folder), format)
 
 
 @rules_app.command("build")
