@@ -1,7 +1,6 @@
 """Requests to rows: the three observers side by side, their arrays, and the gaps worth judging."""
 
 import json
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from datetime import UTC, date, datetime
@@ -13,8 +12,9 @@ import pyarrow as pa
 from queries import tables
 from queries.alignment import NAMES, LateGaps, align, late_gaps
 from queries.decode import NULL_NS, NULL_TOKENS
+from queries.flat import Flat
 from queries.histories import Events, Request, Side, events_of, first_of, winner
-from queries.reduce import Grouped, Ints, Numbers, Optional, grouped, reduce_receipts
+from queries.reduce import Ints, Numbers, Optional, reduce_receipts
 from sloscope import records
 from sloscope.definitions import normalise_finish
 from sloscope.units import NS_PER_S
@@ -35,7 +35,7 @@ _BEGIN_TEXT = ("external_id", "retry_of", "model", "tenant", "class", "contract_
 
 
 def arrow_schema(table: str) -> pa.Schema:
-    return pa.schema([(column.name, _ARROW[column.type]) for column in tables.columns(table)])
+    return pa.schema([(column.name, _ARROW[column.type]) for column in tables.stored(table)])
 
 
 @dataclass(slots=True)
@@ -102,7 +102,9 @@ class Assembly:
         self._day = day
         self._requests: dict[str, Any] = {}
         self._chunks: dict[str, Any] = {}
-        self._flat = {observer: _Flat(rows, observer) for observer in records.OBSERVERS}
+        self._flat = {
+            observer: Flat([row.events.get(observer) for row in rows], observer) for observer in records.OBSERVERS
+        }
         self._gaps: list[pa.Table] = []
         self.lost_events = sum(events.lost for row in rows for events in row.events.values())
         self.repeated = sum(events.repeated for row in rows for events in row.events.values())
@@ -232,7 +234,7 @@ class Assembly:
             out[f"engine_first_{name}_ns"] = flat.first(stamps)
         self._arrays("engine", flat, {"computed_ns": flat.t_ns, "handed_ns": handed, "written_ns": written})
 
-    def _arrays(self, observer: str, flat: "_Flat", stamps: dict[str, Ints]) -> None:
+    def _arrays(self, observer: str, flat: Flat, stamps: dict[str, Ints]) -> None:
         out = self._chunks
         for name, values in stamps.items():
             out[f"{observer}_{name}"] = flat.lists(values, pa.int64(), NULL_NS, whole=name in ("t_ns", "computed_ns"))
@@ -266,8 +268,6 @@ class Assembly:
     def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
         ids = pa.array(self._requests["request_id"], pa.string())
         row = pa.array(gaps.row)
-        one_clock = same_clock[gaps.row]
-        emitted = gaps.aligned
         return _table(
             "late_gaps",
             {
@@ -277,17 +277,13 @@ class Assembly:
                 "choice": gaps.choice,
                 "ordinal": gaps.ordinal,
                 "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
-                "prev_ns": pa.array(gaps.prev_ns, mask=~gaps.has_prev),
                 "at_ns": gaps.at_ns,
                 "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
-                "emit_prev_ns": pa.array(gaps.emit_prev_ns, mask=~gaps.prev_aligned),
-                "emit_at_ns": pa.array(gaps.emit_at_ns, mask=~emitted),
+                "emit_at_ns": pa.array(gaps.emit_at_ns, mask=~gaps.aligned),
                 "emit_gap_ns": pa.array(gaps.emit_at_ns - gaps.emit_prev_ns, mask=~gaps.prev_aligned),
-                "hold_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~(emitted & one_clock)),
-                "prev_hold_ns": pa.array(gaps.prev_ns - gaps.emit_prev_ns, mask=~(gaps.prev_aligned & one_clock)),
                 "together": gaps.together,
-                "emit_together": pa.array(gaps.emit_together, mask=~emitted),
-                "same_clock": pa.array(one_clock, mask=~both[gaps.row]),
+                "emit_together": pa.array(gaps.emit_together, mask=~gaps.aligned),
+                "same_clock": pa.array(same_clock[gaps.row], mask=~both[gaps.row]),
                 "alignment": names.take(row),
             },
         )
@@ -302,75 +298,6 @@ class Assembly:
                 for name, values in zip(("starts", "ends", "wall_offsets"), flat.T, strict=True):
                     out[name].append(values)
         return _table("sources", out)
-
-
-class _Flat:
-    """The events of one observer, the rows one after another."""
-
-    def __init__(self, rows: list[Row], observer: str) -> None:
-        none = Events()
-        each = [row.events.get(observer, none) for row in rows]
-        t_ns, choice, types, tokens = array("q"), array("i"), bytearray(), array("i")
-        delivery = {name: array("q") for name in _DELIVERY[observer]}
-        for events in each:
-            count = len(events.t_ns)
-            t_ns += events.t_ns
-            choice += events.choice
-            types += events.types
-            tokens += array("i", [NULL_TOKENS]) * count if events.tokens is None else events.tokens
-            for name, joined in delivery.items():
-                joined += events.delivery.get(name) or array("q", [NULL_NS]) * count
-        self.counts = np.array([len(events.t_ns) for events in each], dtype=np.int64)
-        self.observed = np.array([observer in row.sides for row in rows], dtype=bool)
-        self.unbroken = np.array([events.lost == 0 for events in each], dtype=bool)
-        self.t_ns = np.frombuffer(t_ns, dtype=np.int64)
-        self.choice = np.frombuffer(choice, dtype=np.int32).astype(np.int64)
-        self.types = np.frombuffer(types, dtype=np.int8)
-        self.tokens = np.frombuffer(tokens, dtype=np.int32).astype(np.int64)
-        self.delivery = {name: np.frombuffer(values, dtype=np.int64) for name, values in delivery.items()}
-        self.groups: Grouped = grouped(self.counts, self.t_ns, self.choice)
-
-    @property
-    def _offsets(self) -> Ints:
-        return np.concatenate(([0], np.cumsum(self.counts)))
-
-    def event_tokens(self, observer: str) -> Ints:
-        """Tokens of each event in the order of receipt; negative where not known."""
-        if observer != "engine":
-            return self.tokens
-        cumulative = self.groups.ordered(self.tokens)
-        each = np.diff(cumulative, prepend=0)
-        each[self.groups.start] = cumulative[self.groups.start]
-        if self.groups.order is None:
-            return each
-        back = np.empty_like(each)
-        back[self.groups.order] = each
-        return back
-
-    def first(self, values: Ints) -> pa.Array:
-        """The value of each row's first event."""
-        has = self.counts > 0
-        found = np.full(len(has), NULL_NS)
-        found[has] = values[self._offsets[:-1][has]]
-        return pa.array(found, mask=found == NULL_NS)
-
-    def lists(self, values: Any, type_: pa.DataType, null: int | None, *, whole: bool) -> pa.Array:
-        """One list a row. NULL when not observed and, unless `whole`, when no value of the row is known."""
-        known = self.observed
-        mask = None if null is None else values == null
-        if mask is not None and not whole:
-            has_value = np.add.reduceat(~mask, self._offsets[:-1][self.counts > 0]) if mask.size else None
-            some = np.zeros(len(self.counts), dtype=bool)
-            if has_value is not None:
-                some[self.counts > 0] = has_value > 0
-            known = known & some
-        kept = np.repeat(known, self.counts)
-        items = pa.array(values[kept], type_, mask=None if mask is None else mask[kept])
-        offsets = np.concatenate(([0], np.cumsum(np.where(known, self.counts, 0)))).astype(np.int32)
-        return pa.ListArray.from_arrays(pa.array(offsets), items, mask=pa.array(~known))
-
-
-_DELIVERY = {"client": (), "sidecar": ("forwarded_ns",), "engine": ("handed_ns", "written_ns")}
 
 
 def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:

@@ -37,7 +37,7 @@ class Part:
 
 def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
     """Stamps as differences: neighbours in a stream are milliseconds apart, so that few of the 64 bits remain."""
-    columns = tables.columns(table)
+    columns = tables.stored(table)
     delta = {c.name: c.name for c in columns if c.type == "BIGINT"}
     delta |= {c.name: f"{c.name}.list.element" for c in columns if c.type == "BIGINT[]"}
     dictionary = [c.name for c in columns if c.name not in delta and c.type == "VARCHAR" and c.name != "request_id"]

@@ -16,6 +16,7 @@ class Column(NamedTuple):
     name: str
     type: str  # DuckDB's spelling
     doc: str
+    derived: str = ""  # SQL over the stored columns: it is not in the files, whose size is mostly stamps
 
 
 def _columns(type_: str, *pairs: tuple[str, str]) -> tuple[Column, ...]:
@@ -147,16 +148,34 @@ LATE_GAPS: tuple[Column, ...] = (
     Column("choice", "INTEGER", "choice index"),
     Column("ordinal", "BIGINT", "of the event that ends the gap, from 1 in its choice"),
     Column("kind", "VARCHAR", "first_output (ordinal 1) or gap"),
+    Column("prev_ns", "BIGINT", "receipt stamp of the event before; NULL at ordinal 1", "at_ns - gap_ns"),
     *_columns(
         "BIGINT",
-        ("prev_ns", "receipt stamp of the event before; NULL at ordinal 1"),
         ("at_ns", "receipt stamp of the event"),
         ("gap_ns", "at minus prev; NULL at ordinal 1"),
-        ("emit_prev_ns", "when the engine computed the event before; NULL when not aligned"),
+    ),
+    Column(
+        "emit_prev_ns",
+        "BIGINT",
+        "when the engine computed the event before; NULL when not aligned",
+        "emit_at_ns - emit_gap_ns",
+    ),
+    *_columns(
+        "BIGINT",
         ("emit_at_ns", "when the engine computed the event; NULL when not aligned"),
         ("emit_gap_ns", "the engine's own gap; NULL at ordinal 1 or when not aligned"),
-        ("hold_ns", "at minus emitted; NULL across clocks"),
-        ("prev_hold_ns", "the same of the event before"),
+    ),
+    Column(
+        "hold_ns", "BIGINT", "at minus emitted; NULL across clocks", "case when same_clock then at_ns - emit_at_ns end"
+    ),
+    Column(
+        "prev_hold_ns",
+        "BIGINT",
+        "the same of the event before",
+        "case when same_clock then (at_ns - gap_ns) - (emit_at_ns - emit_gap_ns) end",
+    ),
+    *_columns(
+        "BIGINT",
         ("together", "events of the choice received within 2 ms from at_ns on, this one included"),
         ("emit_together", "how many of those the engine computed within 2 ms; NULL when not aligned"),
     ),
@@ -241,6 +260,11 @@ def columns(table: str) -> tuple[Column, ...]:
     return SOURCES if table == "sources" else TABLES[table]
 
 
+def stored(table: str) -> tuple[Column, ...]:
+    """The columns that stand in the files."""
+    return tuple(column for column in columns(table) if not column.derived)
+
+
 def empty_sql(table: str) -> str:
     """A relation with the table's columns and no row, for a FROM."""
     listed = ", ".join(f'cast(null as {column.type}) as "{column.name}"' for column in columns(table))
@@ -258,4 +282,8 @@ def table_sql(manifest: Manifest, events: Path, table: str) -> str:
     if not paths:
         return empty_sql(table)
     listed = ", ".join(f"'{path}'" for path in paths)
-    return f"read_parquet([{listed}], hive_partitioning=false, union_by_name=true)"
+    scan = f"read_parquet([{listed}], hive_partitioning=false, union_by_name=true)"
+    if stored(table) == columns(table):
+        return scan
+    selected = ", ".join(f'{c.derived} as "{c.name}"' if c.derived else f'"{c.name}"' for c in columns(table))
+    return f"(select {selected} from {scan})"

@@ -1,0 +1,65 @@
+"""Attempts of one request, and the engine's own tables."""
+
+from pathlib import Path
+
+from queries.compaction import compact
+from sloscope import records
+from sloscope.clock import FakeClock
+from sloscope.journal import JournalWriter
+from tests.queries.journal_factory import MS, SECOND, new_id, write_request
+from tests.queries.test_compaction import WALL, one, select
+
+
+def test_the_loser_of_a_hedge_is_waste_of_the_same_request(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        lost = {"outcome": "cancelled", "reason": "voluntary", "output_tokens": 3}
+        write_request(sidecar, "sidecar", new_id(1), 0, [50 * MS], attempt=0, end=lost)
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS, 30 * MS], attempt=1)
+    compact(tmp_path)
+    row = one(tmp_path, "sidecar_outcome, sidecar_ttft_ns, sidecar_events, hedge_waste_tokens")
+    assert row == ("completed", 20 * MS, 2, 3)
+
+
+def test_a_request_with_an_open_attempt_is_not_final(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock(wall_ns=WALL)) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS], attempt=0)
+        write_request(sidecar, "sidecar", new_id(1), 0, attempt=1, ended=False)
+        report = compact(tmp_path)
+    assert (report.requests_written, report.requests_open) == (0, 1)
+
+
+def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_was_recorded(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
+        step = {"prefill_tokens": 64, "decode_tokens": 1, "prefill_ids": [new_id(1)], "decode_ids": [new_id(2)]}
+        engine.write(records.make("step", step_id=7, start_ns=5 * MS, end_ns=9 * MS, **step))
+        engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, preempted_ids=[new_id(2)]))
+        engine.write(records.make("state", request_id=new_id(1), at_ns=6, from_state="DECODE", to_state="PREEMPTED"))
+        said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4}
+        engine.write(records.make("decision", request_id=new_id(1), at_ns=5, **said))
+        compact(tmp_path)
+    columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, device_ns"
+    # The gap: 11 − 9 = 2 ms.
+    assert select(tmp_path, f"select {columns} from {{steps}} order by 1") == [
+        (7, "c", WALL + 5 * MS, 1, 1, None, None, None),
+        (8, "c", WALL + 11 * MS, None, None, 1, 2 * MS, None),
+    ]
+    assert select(tmp_path, "select step_id, request_id, role from {step_requests} order by 1, 3") == [
+        (7, new_id(2), "decode"),
+        (7, new_id(1), "prefill"),
+        (8, new_id(2), "preempted"),
+    ]
+    assert one(tmp_path, "*", "states") == (new_id(1), "c", 6, "DECODE", "PREEMPTED", None)
+    assert one(tmp_path, "*", "decisions") == (new_id(1), 0, "c", 5, "refuse", "late", 9, -4)
+    assert select(tmp_path, "select * from {requests}") == [], "nobody recorded a begin"
+
+
+def test_a_request_that_spans_files_of_a_rotating_writer_is_whole(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with JournalWriter(tmp_path, "client", clock, max_bytes=400) as client:
+        stamps = [n * 10 * MS for n in range(1, 101)]
+        write_request(client, "client", new_id(1), 0, stamps, batch=5)
+        clock.advance(SECOND)
+    assert len(list((tmp_path / "journal" / "client").iterdir())) > 10, "so that 10 sorts before 2 by name"
+    report = compact(tmp_path)
+    assert (report.lost_events, report.repeated) == (0, 0)
+    assert one(tmp_path, "client_t_ns", "chunks") == (stamps,)
