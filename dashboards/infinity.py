@@ -15,11 +15,14 @@ PLUGIN = "yesoreyeram-infinity-datasource"
 class InfinityQuery(variants.Dataquery):
     """What the plugin stores for a query, camel and snake case mixed as the plugin has them."""
 
-    def __init__(self, path: str, params: dict[str, str], datasource: DataSourceRef) -> None:
+    def __init__(
+        self, path: str, params: dict[str, str], datasource: DataSourceRef, columns: dict[str, str] | None = None
+    ) -> None:
         self.ref_id: str | None = None  # set when the dashboard numbers its targets
         self.datasource = datasource
         self.path = path
         self.params = params
+        self.columns = columns or {}  # name → type; empty: every column that the answer has
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -30,7 +33,7 @@ class InfinityQuery(variants.Dataquery):
             "parser": "backend",
             "format": "table",
             "root_selector": "",
-            "columns": [],  # empty: every column that the answer has
+            "columns": [{"selector": name, "text": name, "type": kind} for name, kind in self.columns.items()],
             "filters": [],
             "url": self.path,
             "url_options": {
@@ -43,18 +46,25 @@ class InfinityQuery(variants.Dataquery):
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         params = {param["key"]: param["value"] for param in data["url_options"]["params"]}
-        query = cls(data["url"], params, DataSourceRef.from_json(data["datasource"]))
+        columns = {column["selector"]: column["type"] for column in data["columns"]}
+        query = cls(data["url"], params, DataSourceRef.from_json(data["datasource"]), columns)
         query.ref_id = data.get("refId")
         return query
 
 
 class Infinity(builder.Builder[InfinityQuery]):
-    """One named question at the control plane, over the time range of the dashboard."""
+    """One named question at the control plane, over the dashboard's time range and at its observer."""
 
-    def __init__(self, question: str, datasource: DataSourceRef, params: dict[str, str] | None = None) -> None:
-        # Grafana replaces both by milliseconds since the epoch.
-        window = {"from": "${__from}", "to": "${__to}"}
-        self._query = InfinityQuery(f"/api/q/{question}", window | (params or {}), datasource)
+    def __init__(
+        self,
+        question: str,
+        datasource: DataSourceRef,
+        params: dict[str, str] | None = None,
+        columns: dict[str, str] | None = None,
+    ) -> None:
+        # Grafana replaces the first two by milliseconds since the epoch.
+        window = {"from": "${__from}", "to": "${__to}", "observer": "${observer}"}
+        self._query = InfinityQuery(f"/api/q/{question}", window | (params or {}), datasource, columns)
 
     def build(self) -> InfinityQuery:
         return self._query

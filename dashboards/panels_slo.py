@@ -138,7 +138,7 @@ def ended_by_reason() -> Any:
 def misses_by_obligation() -> Any:
     misses = promql.receipt("contract_misses_total").filtered()
     return style.lines(
-        "Misses by obligation",
+        "Misses by obligation over time",
         "Missed limits a second, by limit. A request can miss several, so the sum can exceed the requests that missed.",
         "reqps",
         [style.query(promql.per_second(misses, ("class", "obligation")), "{{class}} {{obligation}}")],

@@ -10,14 +10,18 @@ QUESTIONS = (
     "goodput_over_time",
     "attainment_by_cohort",
     "misses_by_obligation",
+    "outcomes",
+    "error_budget",
     "quantiles",
     "hold_summary",
+    "hold_timeline",
     "holds",
     "stall_causes",
     "ttft_budget",
     "survival",
     "dispatch_lag",
 )
+_MINUTES = {"bucket_s": "60"}
 _RULES = "Requests are assigned by arrival."
 
 
@@ -28,13 +32,41 @@ def goodput() -> Any:
 
 
 def goodput_over_time() -> Any:
-    text = f"The same in slices of the window; the window rule applies to the whole, not to its slices. {_RULES}"
-    return style.answer("Goodput over time", text, "goodput_over_time")
+    text = f"Qualified requests a second by the minute in which they arrived. {_RULES}"
+    return style.timeline(
+        "Goodput by arrival", text, "reqps", "goodput_over_time", "bucket_at_s", ("goodput_rps",), _MINUTES
+    )
 
 
-def attainment_by_cohort() -> Any:
-    text = f"Which cohort did not get what it was promised, with the interval of each share. {_RULES}"
-    return style.answer("Attainment by cohort", text, "attainment_by_cohort")
+def attainment_over_time() -> Any:
+    columns = ("attainment", "attainment_low", "attainment_high")
+    text = f"Qualified over offered by the minute of arrival, with its interval; no line in an empty minute. {_RULES}"
+    return style.timeline(
+        "Attainment by arrival", text, "percentunit", "goodput_over_time", "bucket_at_s", columns, _MINUTES
+    )
+
+
+def attainment_by_class() -> Any:
+    return _by_cohort("class")
+
+
+def attainment_by_tenant() -> Any:
+    return _by_cohort("tenant")
+
+
+def _by_cohort(by: str) -> Any:
+    text = f"Which {by} did not get what it was promised, with the interval of each share. {_RULES}"
+    return style.answer(f"Attainment by {by}", text, "attainment_by_cohort", {"by": by})
+
+
+def outcomes() -> Any:
+    text = f"Every offered request under exactly one outcome and reason. {_RULES}"
+    return style.answer("Outcomes", text, "outcomes")
+
+
+def error_budget() -> Any:
+    text = f"What the window took from each class's budget, and how long a whole budget lasts at this burn. {_RULES}"
+    return style.answer("Error budget", text, "error_budget")
 
 
 def misses_by_obligation() -> Any:
@@ -58,6 +90,22 @@ def hold_summary() -> Any:
         "late; unknown. Without engine stamps a verdict is only suspected."
     )
     return style.answer("Stall verdicts", text, "hold_summary")
+
+
+def hold_timeline() -> Any:
+    verdicts = ("decoder_stall", "buffered_delivery", "mixed", "client_late", "unknown")
+    suspected = ("suspected_decoder_stall", "suspected_buffered_delivery")
+    text = "Late holds by the time at which they ended and by verdict: when it started, and on which side."
+    return style.timeline(
+        "Stall verdicts over time",
+        text,
+        "short",
+        "hold_timeline",
+        "bucket_at_s",
+        (*verdicts, *suspected),
+        _MINUTES,
+        stacked=True,
+    )
 
 
 def stall_causes() -> Any:

@@ -107,16 +107,14 @@ def _recordings(contract: Contract, windows: list[str] | tuple[str, ...]) -> Ite
     offered = promql.receipt("requests_offered_total", contract.observer)
     for window in windows:
         attained = promql.attainment(contract.observer, by, window, filtered=False)
-        judged = attainment_name(window)
         yield Recording(offered_name(window), promql.per_second(offered, by, window))
         yield Recording(goodput_name(window), promql.per_second(qualified, by, window))
         yield Recording(attainment_name(window), attained)
         if contract.voluntary == "excluded":
-            # Who excludes a caller's own stops does not want to be woken by people who type on.
-            judged = excl_voluntary_name(window)
-            yield Recording(judged, promql.attainment_excl_voluntary(contract.observer, by, window, filtered=False))
+            beside = promql.attainment_excl_voluntary(contract.observer, by, window, filtered=False)
+            yield Recording(excl_voluntary_name(window), beside)
         for row in contract.classes.values():
-            mine = promql.recorded(judged, row.name)
+            mine = promql.recorded(attainment_name(window), row.name)
             yield Recording(burn_name(window), promql.burn(mine, str(budget(row))))
 
 

@@ -23,7 +23,7 @@ _COLUMN_UNITS = (
     ("/.*_s$/", "s"),
     ("/.*_(at|per)_s$/", "none"),  # a wall time, and something a second: no durations
     ("/.*_rps$/", "reqps"),
-    ("/.*(attainment|share|ratio).*/", "percentunit"),
+    ("/.*(attainment|objective|share|ratio|budget_used).*/", "percentunit"),
 )
 
 
@@ -99,9 +99,28 @@ def facts(title: str, description: str, targets: Sequence[Any], *, span: int = 1
     return panel
 
 
-def answer(title: str, description: str, question: str, *, span: int = 12, height: int = 8) -> table.Panel:
+def timeline(
+    title: str,
+    description: str,
+    unit: str,
+    question: str,
+    time: str,
+    columns: Sequence[str],
+    params: dict[str, str] | None = None,
+    *,
+    stacked: bool = False,
+) -> timeseries.Panel:
+    """Numeric columns of a question over its column `time`, in seconds since the epoch."""
+    panel = lines(title, description, unit, [], no_value="no rows", stacked=stacked).datasource(SQL)
+    kinds = {time: "timestamp_epoch_s"} | dict.fromkeys(columns, "number")
+    return panel.with_target(infinity.Infinity(question, SQL, params, kinds))
+
+
+def answer(
+    title: str, description: str, question: str, params: dict[str, str] | None = None, *, span: int = 12
+) -> table.Panel:
     """The rows of a question, with every column that it gives."""
-    panel = _dressed(table.Panel(), title, description, "short", "no rows", span, height).datasource(SQL)
+    panel = _dressed(table.Panel(), title, description, "short", "no rows", span, 8).datasource(SQL)
     for pattern, unit in _COLUMN_UNITS:
         panel = panel.override_by_regexp(pattern, [board.DynamicConfigValue(id_val="unit", value=unit)])
-    return panel.with_target(infinity.Infinity(question, SQL, {"observer": "${observer}"}))
+    return panel.with_target(infinity.Infinity(question, SQL, params))
