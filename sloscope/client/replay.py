@@ -21,8 +21,9 @@ import orjson
 
 from sloscope.client.h1 import Call, Origin, Pool, fetch
 from sloscope.client.loop_lag import LagProbe
+from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import ReceiptPoster
-from sloscope.client.recorder import ReceiptLog, RequestRecorder
+from sloscope.client.recorder import RequestRecorder
 from sloscope.client.schedule import Planned, PromptText, Schedule
 from sloscope.contract import Contract
 from sloscope.definitions import judge

@@ -28,7 +28,8 @@ import httpx
 import orjson
 
 from sloscope import contract as contracts
-from sloscope.client.recorder import ReceiptLog, RequestRecorder
+from sloscope.client.receipt_log import ReceiptLog
+from sloscope.client.recorder import RequestRecorder
 from sloscope.contract import Contract, Limits, Resolved
 from sloscope.errors import ContractError
 from sloscope.ids import is_request_id, new_request_id

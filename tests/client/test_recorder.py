@@ -11,8 +11,9 @@ import pytest
 from sloscope import contract as contracts
 from sloscope.client.contract_file import keep, to_toml
 from sloscope.client.loop_lag import LagProbe
+from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import receipt
-from sloscope.client.recorder import ReceiptLog, RequestRecorder
+from sloscope.client.recorder import RequestRecorder
 from sloscope.clock import FakeClock
 from sloscope.errors import ContractError
 from sloscope.ids import new_request_id
