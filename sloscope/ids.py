@@ -5,7 +5,7 @@ import re
 import time
 
 _ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_ULID = re.compile(r"^[0-7][0-9A-HJKMNP-TV-Z]{25}$")
+_ULID = re.compile(r"[0-7][0-9A-HJKMNP-TV-Z]{25}")
 
 
 def new_request_id(wall_ns: int | None = None, randomness: bytes | None = None) -> str:
@@ -17,4 +17,4 @@ def new_request_id(wall_ns: int | None = None, randomness: bytes | None = None) 
 
 
 def is_request_id(text: str) -> bool:
-    return _ULID.match(text) is not None
+    return _ULID.fullmatch(text) is not None

@@ -63,6 +63,6 @@ def test_an_id_is_26_characters_and_sorts_by_time(milliseconds: int, randomness:
         assert new_request_id((milliseconds - 1) * 1_000_000, randomness) < text
 
 
-@pytest.mark.parametrize("text", ["", "x", "8" + "0" * 25, "0" * 25 + "U", "0" * 27, "0" * 25 + "\n"])
+@pytest.mark.parametrize("text", ["", "x", "8" + "0" * 25, "0" * 25 + "U", "0" * 27, "0" * 26 + "\n"])
 def test_what_is_no_id_is_not_believed(text: str) -> None:
     assert not is_request_id(text)
