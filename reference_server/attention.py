@@ -12,6 +12,7 @@ call of its own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -107,6 +108,8 @@ class SlotKV:
         slots = [span.slot for span in spans for _ in range(span.tokens)]
         positions = [p for span in spans for p in range(span.position0, span.end)]
         decode_count = next((i for i, span in enumerate(spans) if span.tokens > 1), len(spans))
+        ordered = all(a.slot < b.slot for a, b in pairwise(spans[:decode_count]))
+        assert ordered, "decodes out of order would lose their neighbours"
         return AttentionPlan(
             slots=torch.tensor(slots, device=self.device),
             positions=torch.tensor(positions, device=self.device),

@@ -1,11 +1,13 @@
 """The forward pass against Hugging Face's Llama with the same weights, however the tokens are cut into steps."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from reference_server.attention import Span
 from reference_server.builtin import random_state
 from reference_server.model import Llama, Projection, tensor_shapes
 from reference_server.model_config import ModelConfig
@@ -136,6 +138,22 @@ def test_a_freed_slot_serves_the_next_sequence_as_if_it_were_new() -> None:
     sequence = sequence_of(11, seed=6)
     logits = runner.forward([StepItem(0, sequence, 0, sample=True)])
     torch.testing.assert_close(logits[0], oracle_logits(config, sequence)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_neighbouring_slots_decode_in_one_call_and_a_long_one_apart() -> None:
+    config = replace(tiny_config(), max_context=1024)
+    runner = make_runner(config, slots=8)
+    held = {0: 9, 1: 30, 2: 900, 4: 5, 5: 5}
+    runner.step([StepItem(slot, [1] * length, 0, False) for slot, length in held.items()])
+    plan = runner.kv.plan([Span(slot, length, 1) for slot, length in held.items()])
+    # 0 and 1 are padded to 31 positions. With 2, two of three would be padded to 901: (901 - 10) + (901 - 31) = 1761
+    # positions for nothing, more than 3 * 256. Slot 3 is not in the step, so 4 cannot be a neighbour of 2.
+    assert [(run.row0, run.slot0, run.count, run.length) for run in plan.decodes] == [
+        (0, 0, 2, 31),
+        (2, 2, 1, 901),
+        (3, 4, 2, 6),
+    ]
+    assert [run.mask is None for run in plan.decodes] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_top_p_looks_beyond_its_first_look_when_the_distribution_is_flat() -> No
     tokens = sample(
         torch.zeros(300, vocab), [SamplingParams(temperature=1.0, top_p=0.9, seed=1)] * 300, range(300), NO_EOS
     )
-    assert len(set(tokens)) > 200  # 300 draws of 1843 hit about 277 different ones
+    assert len(set(tokens)) > 255  # 300 draws of 1843 hit about 277 different ones, of the first 512 about 227
 
 
 def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
