@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -91,9 +90,8 @@ def published(questions: Questions) -> list[Sample]:
             samples.append(("sloscope_sql_attainment_ratio", row["attainment"], ("all",)))
         if row["goodput_rps"] is not None:
             samples.append(("sloscope_sql_goodput_rps", row["goodput_rps"], ("all",)))
-    holds = Counter({verdict: 0 for verdict in VERDICTS})
-    holds.update(row["verdict"] for row in questions.ask("holds"))
+    holds = dict.fromkeys(VERDICTS, 0) | {row["verdict"]: row["holds"] for row in questions.ask("hold_summary")}
     samples += [("sloscope_sql_holds", count, (verdict,)) for verdict, count in holds.items()]
     now_s = time.time()
-    samples += [("sloscope_sql_computed_at_seconds", now_s, (query,)) for query in ("goodput", "holds")]
+    samples += [("sloscope_sql_computed_at_seconds", now_s, (query,)) for query in ("goodput", "hold_summary")]
     return samples

@@ -229,9 +229,8 @@ class Supervisor:
         if not self._announced and all(child.ready for child in self._children):
             self._announced = True
             sys.stderr.write(
-                f"listening on http://{address_of(self._listener)}"
-                f" (control http://{address_of(self._control_listener)},"
-                f" upstream {' '.join(self._settings.upstreams)})\n"
+                f"listening on http://{address_of(self._listener)}, control on http://"
+                f"{address_of(self._control_listener)}\n"
             )
             sys.stderr.flush()
 
