@@ -10,6 +10,7 @@ from sloscope.errors import DashboardError
 _RANGES = {"$__rate_interval": "1s", "$__range": "2s"}
 _WITHOUT_LEGEND = ("stat", "table")
 _SCRAPE_LABELS = ("instance", "job")
+_PROMETHEUS_OWN = ("up",)  # written by Prometheus at every scrape, whatever the target exposes
 
 
 def panels(dashboard: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -113,7 +114,7 @@ def _selector_problems(expr: str, ranges: Collection[str], recorded: Collection[
     if not read:
         yield f"expression {expr!r} reads no series"
     for series in read:
-        if series.name in recorded:
+        if series.name in recorded or series.name in _PROMETHEUS_OWN:
             continue
         try:
             metric = selectors.catalogue_row(series.name)

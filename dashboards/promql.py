@@ -241,6 +241,15 @@ def expected(rate: str, seconds: int) -> str:
     return f"{rate} * {seconds}"
 
 
+def scraped(window: str) -> str:
+    """1 or 0 for every target that was one of ours within the window: its last scrape worked, or did not.
+
+    `up` is Prometheus' own and outlives the target; our series tell which targets are meant, whatever the job's name.
+    """
+    ours = f"last_over_time({row('sloscope_build_info').selector()}[{window}])"
+    return f"(up and on (instance, job) {ours})"
+
+
 def restarts(window: str = RATE_WINDOW) -> str:
     """The moments at which a data plane came back."""
     return f"{count(row('sloscope_data_plane_restarts_total'), (), window)} > 0"

@@ -180,6 +180,16 @@ def _recorder_alerts(contract: Contract, runbooks: str) -> Iterator[Alert]:
         runbook("SloscopeBeyondLastBucket", runbooks),
     )
     yield Alert(
+        "SloscopeSidecarDown",
+        (Condition(promql.scraped("1h"), "==", "0"),),
+        "2m",
+        "page",
+        "The sidecar at {{ $labels.instance }} does not answer",
+        "Its last scrapes failed. If requests go through it they fail too, and no other alert can see that: without "
+        "counters there is no burn.",
+        runbook("SloscopeSidecarDown", runbooks),
+    )
+    yield Alert(
         "SloscopeJournalDropping",
         (Condition(promql.increase(promql.row("sloscope_journal_dropped_total"), "5m"), ">", "0"),),
         "0s",

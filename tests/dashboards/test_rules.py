@@ -1,5 +1,7 @@
 """Rules of a contract: what they compute, and that promtool agrees with every claim."""
 
+import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards import build, rulefile, rules
+from dashboards import build, checks, rulefile, rules
 from sloscope import catalogue
 from sloscope.contract import Contract, RequestClass, from_shorthand, parse, preset
 from sloscope.errors import DashboardError
@@ -71,6 +73,15 @@ def test_no_section_of_the_runbook_is_about_an_alert_that_is_gone() -> None:
     headings = [line[3:] for line in (ROOT / "docs/operations.md").read_text().splitlines() if line.startswith("## ")]
     named = {heading for heading in headings if heading.startswith("Sloscope")}
     assert named == {alert.name for alert in alerts()}
+
+
+def test_every_panel_that_the_runbook_sends_to_exists() -> None:
+    text = (ROOT / "docs/operations.md").read_text().replace("\n", " ")
+    named = {name for name in re.findall(r"(?<!\*)\*([A-Z][^*]+)\*(?!\*)", text) if not name.endswith(".")}
+    boards = [json.loads(board) for board in build.dashboard_files().values()]
+    titles = {board["title"] for board in boards} | {p["title"] for board in boards for p in checks.panels(board)}
+    assert len(named) > 8
+    assert named - titles == set()
 
 
 @pytest.mark.parametrize(
