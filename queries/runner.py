@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import duckdb
+from duckdb.sqltypes import BIGINT, BOOLEAN, DOUBLE, VARCHAR
 
 from queries import tables
 from queries.header import Header, read_header
@@ -102,6 +103,12 @@ def question(name: str) -> Header:
     if header is None:
         raise QueryError(f"question: {str(name)[:60]!r} is unknown; accepted: {', '.join(sorted(questions()))}")
     return header
+
+
+def bound(header: Header, given: Mapping[str, object]) -> dict[str, Any]:
+    """Every param of a question as DuckDB takes it, in the header's type: a bare 10 would be an INTEGER of 32 bits."""
+    types = {"bigint": BIGINT, "double": DOUBLE, "varchar": VARCHAR, "boolean": BOOLEAN}
+    return {name: duckdb.Value(value, types[header.params[name].type]) for name, value in header.values(given).items()}
 
 
 class Session:
@@ -287,7 +294,7 @@ class Session:
     ) -> Result:
         """Answers one question. QueryError: unknown name or param, a value that is not accepted, or out of time."""
         header = question(name)
-        return self._answer(name, header.sql, header.values({**(params or {}), **named}), max_rows, timeout_s)
+        return self._answer(name, header.sql, bound(header, {**(params or {}), **named}), max_rows, timeout_s)
 
     def sql(self, text: str, *, max_rows: int | None = None, timeout_s: float | None = None) -> Result:
         """The user's own SQL: one SELECT over the views, which can reach no file and change nothing."""
@@ -310,9 +317,11 @@ class Session:
             except duckdb.InterruptException:
                 raise
             except duckdb.Error as error:
-                if name != "sql":
+                # What a view refuses about the data (`error('refused: …')`) is no bug of ours.
+                _, refused, why = _first_line(error).partition("refused: ")
+                if name != "sql" and not refused:
                     raise
-                raise QueryError(f"sql: {_first_line(error)}") from None
+                raise QueryError(f"{name}: {why or _first_line(error)}") from None
         truncated = max_rows is not None and len(found) > max_rows
         rows = [dict(zip(columns, row, strict=True)) for row in (found[:max_rows] if truncated else found)]
         return Result(columns, rows, self.meta(name), truncated)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from queries.header import Header
-from queries.runner import Session, base_views, list_questions, question, questions
+from queries.runner import Session, base_views, bound, list_questions, question, questions
 from sloscope import contract as contracts
 from sloscope.errors import QueryError
 from tests.queries.cases import answer, cases, session_of
@@ -28,14 +28,14 @@ def test_a_case_gives_the_rows_worked_by_hand(name, case):
 
 @pytest.mark.parametrize("header", HEADERS, ids=[header.name for header in HEADERS])
 def test_a_header_names_the_outputs_that_the_sql_gives(header: Header):
-    defaults = {
-        name: param.value({"bigint": 1, "double": 1.0, "boolean": True}.get(param.type, param.unit.split("|")[0]))
-        if param.required
-        else param.value(param.default)
+    examples = {"bigint": 1, "double": 1.0, "boolean": True}
+    required = {
+        name: examples.get(param.type, param.unit.split("|")[0])
         for name, param in header.params.items()
+        if param.required
     }
     with session_of({}) as session:
-        described = session._connection.execute(f"describe {header.sql}", defaults).fetchall()
+        described = session._connection.execute(f"describe {header.sql}", bound(header, required)).fetchall()
     assert [(row[0], row[1].lower()) for row in described] == [(o.name, o.type) for o in header.outputs]
 
 
