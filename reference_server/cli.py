@@ -1,6 +1,7 @@
 """`sloscope serve`: everything is checked before anything starts; one line when it is ready; a clean end."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -181,6 +182,9 @@ async def _serve(
     server = make_server(make_app(front_end))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     tending = asyncio.create_task(front_end.tend_journal())
+    # What is alive now stays: collections in mid-run walk the requests only.
+    gc.collect()
+    gc.freeze()
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
     message(f"serving {front_end.model} on http://{f'[{host}]' if ':' in host else host}:{port}")

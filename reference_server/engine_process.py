@@ -75,6 +75,9 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     )
     warm_up(runner)
     spec = asdict(checkpoint.tokenizer)
+    # What is alive now stays: a collection in mid-run would walk the whole model for nothing.
+    gc.collect()
+    gc.freeze()
     link.send_all(
         {
             "op": "ready",
@@ -86,9 +89,6 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
             "pid": os.getpid(),
         }
     )
-    # What is alive now stays: a collection in mid-run would walk the whole model for nothing.
-    gc.collect()
-    gc.freeze()
     try:
         engine.run()
     finally:

@@ -24,7 +24,7 @@ from sloscope.journal import JournalWriter
 # Without a contract nothing is promised, and no class is unknown.
 NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
 FLUSH_EVERY_S = 1.0
-SCRAPE_WAIT_S = 0.25
+SCRAPE_WAIT_S = 0.1
 REMEMBERED_IDS = 100_000
 
 
