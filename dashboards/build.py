@@ -89,22 +89,23 @@ def differences(files: Mapping[str, str], out: Path) -> Iterator[str]:
             yield f"{path}: differs from what would be built, first at {at}"
 
 
-def expressions(contract: Contract | None = None) -> list[Expression]:
+def expressions(contract: Contract | None = None, observer: str = "client") -> list[Expression]:
     """Every expression of dashboards and rules, variables replaced, ready for a Prometheus.
 
     Of an alert each condition gives its left side. What a recording rule records has to be loaded to be read.
     """
     found = []
+    variables = {**VARIABLES, "${observer}": observer}
     for name, text in dashboard_files().items():
         made = json.loads(text)
         found += [
-            Expression(f"{name} / {panel['title']}", "panel", checks.substituted(target["expr"], VARIABLES))
+            Expression(f"{name} / {panel['title']}", "panel", checks.substituted(target["expr"], variables))
             for panel in checks.panels(made)
             for target in panel["targets"]
             if "expr" in target
         ]
         found += [
-            Expression(f"{name} / {note['name']}", "annotation", checks.substituted(note["expr"], VARIABLES))
+            Expression(f"{name} / {note['name']}", "annotation", checks.substituted(note["expr"], variables))
             for note in made["annotations"]["list"]
         ]
     for group in rules.groups(contract or preset(DEFAULT_CONTRACT)):

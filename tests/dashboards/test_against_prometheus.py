@@ -197,7 +197,7 @@ def test_under_traffic_every_expression_has_finite_values(target: Target, promet
     after(target, 12)
     wait(lambda: prometheus.values(rules.burn_name("3d")))
     empty = []
-    for entry in build.expressions():
+    for entry in (*build.expressions(), *build.expressions(observer="sidecar")):
         values = prometheus.values(entry.expr)
         assert all(math.isfinite(value) for value in values), entry
         if not values:
