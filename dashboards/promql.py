@@ -140,12 +140,6 @@ def quantile(q: float, series: Series, by: Sequence[str] = (), window: str = RAT
     return f"histogram_quantile({q}, {_by((*by, 'le'))} (rate({series.selector('_bucket')}[{window}]))) >= 0"
 
 
-def mean(series: Series, by: Sequence[str] = (), window: str = RATE_WINDOW) -> str:
-    series.check(*by)
-    total = f"{_by(by)} (rate({series.selector('_sum')}[{window}]))"
-    return ratio(total, observed_per_second(series, by, window))
-
-
 def buckets(series: Series, window: str = RATE_WINDOW) -> str:
     """New samples per bucket, for a heatmap."""
     return f"sum by (le) (increase({series.selector('_bucket')}[{window}]))"
