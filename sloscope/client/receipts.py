@@ -11,11 +11,13 @@ from typing import Any, Protocol
 
 import orjson
 
-from sloscope.client.h1 import Origin, Pool, fetch
+from sloscope.client.h1 import Origin, Pool, Reply, fetch
 from sloscope.client.recorder import RequestRecorder
 
 POST_EVERY_S = 1.0
-_MOST_IN_ONE_POST = 200
+# Encoding a post must not hold the loop for longer than a millisecond or two.
+_MOST_REQUESTS = 200
+_MOST_EVENTS = 10_000
 _MOST_WAITING = 20_000  # beyond this the control plane is not keeping up; the oldest are given up and counted
 
 
@@ -54,15 +56,28 @@ class ReceiptPoster:
             await self._post_waiting()
 
     async def close(self) -> int:
-        """Posts the rest; the number of requests whose receipts did not arrive."""
+        """Posts the rest, unless the control plane does not answer; the requests whose receipts did not arrive."""
         await self._post_waiting()
+        self.failed += len(self._waiting)
+        self._waiting.clear()
         await self._pool.close()
         return self.failed
 
+    def _take_batch(self) -> list[dict[str, Any]]:
+        count = events = 0
+        for entry in self._waiting[:_MOST_REQUESTS]:
+            events += len(entry["t_ns"])
+            if count and events > _MOST_EVENTS:
+                break
+            count += 1
+        batch = self._waiting[:count]
+        del self._waiting[:count]
+        return batch
+
     async def _post_waiting(self) -> None:
+        """Stops at a control plane that does not answer; what still waits is tried a second later."""
         while self._waiting:
-            batch = self._waiting[:_MOST_IN_ONE_POST]
-            del self._waiting[: len(batch)]
+            batch = self._take_batch()
             try:
                 reply = await fetch(
                     self._pool,
@@ -75,9 +90,20 @@ class ReceiptPoster:
             except (OSError, TimeoutError) as error:
                 self.failed += len(batch)
                 self.last_error = str(error) or type(error).__name__
-                continue
+                return
+            self._count_refused(reply, len(batch))
+
+    def _count_refused(self, reply: Reply, sent: int) -> None:
+        """The control plane takes receipts one by one and says which it refused and why."""
+        try:
+            answer = orjson.loads(reply.body)
+            refused = answer["rejected"]
+            self.failed += len(refused)
+            if refused:
+                self.last_error = str(refused[0]["error"])
+        except (ValueError, KeyError, IndexError, TypeError):
             if reply.status >= 300:
-                self.failed += len(batch)
+                self.failed += sent
                 self.last_error = f"status {reply.status}"
 
 

@@ -68,6 +68,7 @@ class Tally:
     interrupted: bool = False
     records_lost: int = 0
     receipts_failed: int = 0
+    receipts_error: str = ""
 
     @property
     def ended(self) -> int:
@@ -174,6 +175,7 @@ class Replay:
                 sent.call.abort()
             if self._poster is not None:
                 self.tally.receipts_failed = await self._poster.close()
+                self.tally.receipts_error = self._poster.last_error
             for pool in self._pools:
                 await pool.close()
             self._log.close()
@@ -216,10 +218,12 @@ class Replay:
         if planned.stop_after is None:
             labels["length_forced"] = True
         body = _body(target, planned, self._text)
-        request = b"%sx-sloscope-request-id: %s\r\nx-slo-class: %s\r\n%s%scontent-length: %d\r\n\r\n%s" % (
+        # The default class goes unsaid, since a server may know it by another name.
+        is_default = planned.class_name == self._contract.default_class
+        request = b"%sx-sloscope-request-id: %s\r\n%s%s%scontent-length: %d\r\n\r\n%s" % (
             self._heads[index],
             request_id.encode(),
-            planned.class_name.encode(),
+            b"" if is_default else b"x-slo-class: %s\r\n" % planned.class_name.encode(),
             b"x-slo-tenant: %s\r\n" % planned.tenant.encode() if planned.tenant else b"",
             b"x-sloscope-stop-after: %d\r\n" % planned.stop_after if planned.stop_after is not None else b"",
             len(body),
@@ -257,9 +261,10 @@ class Replay:
     def _on_end(self, recorder: RequestRecorder) -> None:
         assert recorder.ended is not None
         sent = self._open.pop(recorder.request_id)
-        if self._poster is not None:
-            self._poster.add(recorder, sent.planned)
         if not sent.planned.warmup:
+            # Warm-up is excluded by rule, from the counters of a control plane too.
+            if self._poster is not None:
+                self._poster.add(recorder, sent.planned)
             self._count(recorder, sent.planned)
         self._end_when_idle()
 

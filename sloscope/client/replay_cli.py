@@ -193,8 +193,11 @@ def _finish(tally: Tally, row: dict[str, Any], format: str) -> None:
     if tally.records_lost:
         message(f"{tally.records_lost} records could not be written")
     if tally.receipts_failed:
-        message(f"the receipts of {tally.receipts_failed} requests could not be posted; the journal has them")
-    message("attainment here is a first look; `sloscope query attainment` computes it from the records")
+        message(
+            f"the receipts of {tally.receipts_failed} requests could not be posted ({tally.receipts_error}); "
+            "the journal has them"
+        )
+    message("attainment here is a first look; `sloscope query goodput` computes it from the records")
     if tally.interrupted:
         raise typer.Exit(130)
     if tally.ended and tally.outcomes["failed"] == tally.ended and not tally.unfinished:

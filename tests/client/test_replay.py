@@ -39,6 +39,7 @@ def run(
     script: Script,
     events: Path,
     *,
+    contract: contracts.Contract = CONTRACT,
     drain_ns: int = 5 * S,
     meanwhile: Callable[[asyncio.AbstractEventLoop, Replay], None] | None = None,
     settled: Callable[[SseServer], bool] = lambda server: True,
@@ -49,7 +50,7 @@ def run(
 
         async def main() -> Tally:
             target = await probe([parse_url(url) for url in urls(server)], "", {})
-            running = Replay(fixed, CONTRACT, target, events, drain_ns=drain_ns, **options)
+            running = Replay(fixed, contract, target, events, drain_ns=drain_ns, **options)
             if meanwhile is not None:
                 meanwhile(asyncio.get_running_loop(), running)
             return await running.run()
@@ -85,13 +86,25 @@ def test_what_goes_over_the_wire_is_the_schedule(tmp_path: Path, recorded: Recor
         begin = by_id[asked.headers["x-sloscope-request-id"]]
         assert is_request_id(begin["request_id"]) and asked.path == "/v1/chat/completions"
         assert asked.headers["x-sloscope-stop-after"] == "8" and begin["stop_after"] == 8
-        assert asked.headers["x-slo-class"] == begin["class"] == "default"
+        assert "x-slo-class" not in asked.headers and begin["class"] == "default"
         assert asked.headers["x-slo-tenant"] == begin["tenant"] == planned.tenant
         body = asked.json
         assert (body["model"], body["stream"], body["stream_options"]) == ("tiny", True, {"include_usage": True})
         assert body["max_tokens"] == begin["max_tokens"] == planned.max_tokens and "ignore_eos" not in body
         assert len(body["messages"][0]["content"].split()) == 20 == begin["prompt_tokens"]
         assert "labels" not in begin
+
+
+def test_a_class_that_is_not_the_default_is_sent(tmp_path: Path, recorded: Recorded) -> None:
+    contract = contracts.parse(
+        'version = 1\ndefault_class = "chat"\n[classes.chat]\nttft = "1s"\n[classes.bulk]\ne2e = "9s"\n'
+    )
+    rows = [TraceRow(0, 5, 5, 1), TraceRow(10 * MS, 5, 5, 2, class_name="bulk")]
+    tally, server = run(build(rows, contract, Plan()), tokens(2), tmp_path, contract=contract)
+    assert [asked.headers.get("x-slo-class") for asked in server.asked] == [None, "bulk"]
+    assert [begin["class"] for begin in recorded(tmp_path)["begin"]] == ["chat", "bulk"]
+    assert recorded(tmp_path)["begin"][1]["limits"] == {"e2e_ns": 9 * S, "min_tokens": 1}
+    assert tally.qualified == 2
 
 
 def test_forced_lengths_say_so_in_every_row(tmp_path: Path, recorded: Recorded) -> None:
@@ -269,13 +282,16 @@ def test_the_loops_own_lag_is_recorded_with_the_requests_it_touched(tmp_path: Pa
 
 def test_receipts_are_posted_as_recorded_and_counted_when_they_cannot_be(tmp_path: Path) -> None:
     async def control(asked: Asked, reply: Reply) -> None:
-        await reply.json(200, {})
+        count = len(asked.json["receipts"])
+        await reply.json(200, {"accepted": count - 1, "rejected": [{"index": 0, "error": "t_ns: goes backwards"}]})
 
     with SseServer(control) as plane:
-        tally, _ = run(constant(12, 100.0), tokens(3), tmp_path / "a", receipts=parse_url(plane.url))
+        fixed = constant(15, 100.0, Plan(warmup="3"))
+        tally, _ = run(fixed, tokens(3), tmp_path / "a", receipts=parse_url(plane.url))
         posted = [entry for asked in plane.asked for entry in asked.json["receipts"]]
         assert {asked.path for asked in plane.asked} == {"/v1/receipts"}
-    assert tally.receipts_failed == 0 and len({entry["request_id"] for entry in posted}) == 12
+    assert tally.receipts_failed == len(plane.asked) >= 1 and tally.receipts_error == "t_ns: goes backwards"
+    assert len({entry["request_id"] for entry in posted}) == 12
     for entry in posted:
         assert entry["recorded"] is True and entry["outcome"] == "completed" and len(entry["t_ns"]) == 3
         assert entry["send_ns"] >= entry["intended_ns"] and entry["class"] == "default"
