@@ -8,6 +8,7 @@ never waits for a slot: when no connection is idle a new one is made.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from typing import NamedTuple, Protocol
@@ -20,6 +21,9 @@ from sloscope.errors import ConfigError
 # Servers close idle connections after some seconds (uvicorn: 5). One that has idled longer than this is not trusted
 # with a request, since a POST that meets the close cannot be sent twice.
 IDLE_LIMIT_NS = 3_000_000_000
+# Out of file descriptors or local ports: the server never heard of the request.
+OWN_LIMIT = "own_limit"
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL})
 
 
 class Exchange(Protocol):
@@ -217,7 +221,8 @@ class Pool:
             connection = await self.connect()
         except OSError as error:
             call._connecting = None
-            exchange.ended(time.monotonic_ns(), "connect_error", type(error).__name__)
+            name = OWN_LIMIT if error.errno in _OWN_LIMITS else type(error).__name__
+            exchange.ended(time.monotonic_ns(), "connect_error", name)
             return
         call._connecting = None
         call.connection = connection

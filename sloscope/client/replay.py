@@ -19,7 +19,7 @@ from pathlib import Path
 
 import orjson
 
-from sloscope.client.h1 import Call, Origin, Pool, fetch
+from sloscope.client.h1 import OWN_LIMIT, Call, Origin, Pool, fetch
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import ReceiptPoster
@@ -66,6 +66,7 @@ class Tally:
     ttft_intended_ns: array[int] = field(default_factory=lambda: array("q"))
     wall_ns: int = 0
     interrupted: bool = False
+    own_limit: int = 0  # requests that this process had no descriptor or port for
     records_lost: int = 0
     receipts_failed: int = 0
     receipts_error: str = ""
@@ -271,6 +272,7 @@ class Replay:
     def _count(self, recorder: RequestRecorder, planned: Planned) -> None:
         assert recorder.ended is not None
         tally, (outcome, reason) = self.tally, recorder.ended
+        tally.own_limit += recorder.error == OWN_LIMIT
         tally.outcomes[outcome] += 1
         if reason:
             tally.reasons[f"{outcome}({reason})"] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -110,6 +111,7 @@ def replay(
             Replay(fixed, promised, target, events, drain_ns=drain_ns, seed=seed, receipts=control), events
         )
 
+    _raise_descriptor_limit()
     tally = _loop_runner()(run())
     _finish(tally, replay_report.report(tally, fixed, promised), format)
 
@@ -138,6 +140,16 @@ def _versioned(origin: Origin) -> Origin:
 def _drain_ns(contract: Contract) -> int:
     """How long open requests are followed: to the window's drain limit, or through its grace."""
     return contract.drain_limit_ns if contract.window_rule == "drain" else contract.grace_ns
+
+
+def _raise_descriptor_limit() -> None:
+    """As many sockets as the system allows, since nothing may wait for one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):
+        # macOS calls its hard limit infinite and refuses it; requests that find no descriptor are counted anyway.
+        pass
 
 
 def _loop_runner() -> Callable[[Coroutine[Any, Any, Tally]], Tally]:

@@ -33,6 +33,7 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
         "qualified": tally.qualified,
         "attainment": ratio(tally.qualified, tally.offered),
         "vacuous": tally.vacuous,
+        "own_limit": tally.own_limit,
         "output_tokens": tally.output_tokens,
         "ttft_p50_s": _quantile_s(plain, 500),
         "ttft_intended_p50_s": _quantile_s(corrected, 500),
@@ -59,7 +60,11 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
 
 
 def invalid_reason(tally: Tally, schedule: Schedule) -> str | None:
-    """A generator that was late by more than a tenth of the TTFT limit at p99 did not offer the load it claims."""
+    """Why the run did not offer the load it claims: requests that met a limit of the generator itself, or sends that
+    were late by more than a tenth of the TTFT limit at p99.
+    """
+    if tally.own_limit:
+        return f"{tally.own_limit} requests found no free descriptor or port in this process (see ulimit -n)"
     limit, lag = schedule.ttft_limit_ns, sorted(tally.dispatch_lag_ns)
     if limit is None or not lag:
         return None

@@ -183,7 +183,8 @@ class _Observer:
 
 
 class ReceiptTransport(httpx.BaseTransport):
-    """Records every POST to …/completions that passes through, and passes everything on unchanged.
+    """Records every POST to …/completions that passes through. Bodies pass unchanged; a request gets its id (and that
+    of the request it retries) as headers, and Accept-Encoding keeps only what can be read here (gzip, deflate).
 
     `events`: directory of the records; None with `on_end` alone. `contract`: a Contract, a TOML file, or None, when
     requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().

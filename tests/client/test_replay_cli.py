@@ -169,3 +169,24 @@ def test_a_terminal_shows_a_bar_while_it_runs(tmp_path: Path) -> None:
         os.close(main)
         assert process.wait(10) == 0
     assert re.search(rb"\[#+\.+\] sent \d+/40", shown)
+
+
+def test_requests_that_met_the_generators_own_limit_make_the_run_invalid(tmp_path: Path) -> None:
+    trace = tmp_path / "burst.jsonl"
+    trace.write_text('{"at_s": 0, "prompt_tokens": 5, "output_tokens": 2}\n' * 100)
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); from sloscope.cli import main; main()"
+    )
+    with SseServer(tokens(2, first_s=0.5)) as server:
+        arguments = [str(trace), "--url", server.url, "--events", str(tmp_path / "events"), *GOODPUT]
+        done = subprocess.run(
+            [sys.executable, "-c", code, "replay", *arguments, "--format", "json"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    (row,) = json.loads(done.stdout)
+    assert done.returncode == 0 and row["sent"] == 100
+    # 64 descriptors, some of them the process's own: more than 36 of a hundred find none.
+    assert row["own_limit"] == row["failed"] > 36 and row["completed"] == 100 - row["failed"]
+    assert row["valid"] is False and f"{row['own_limit']} requests found no free descriptor" in done.stderr

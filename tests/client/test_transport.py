@@ -394,6 +394,24 @@ def test_gzip_is_read_and_what_cannot_be_read_is_not_asked_for(tmp_path: Path, r
     assert len(stamps(records)) == 3 and only(records, "end")["outcome"] == "completed"
 
 
+def test_the_wait_for_a_slot_in_the_pool_is_part_of_ttft(tmp_path: Path, recorded: Recorded) -> None:
+    one_slot = httpx.HTTPTransport(limits=httpx.Limits(max_connections=1))
+    body = {"model": "tiny", "stream": True}
+    with SseServer(tokens(1, first_s=0.3)) as server:
+        url = f"{server.url}/v1/completions"
+        with httpx.Client(transport=ReceiptTransport(tmp_path, CONTRACT, inner=one_slot)) as client:
+            threads = [threading.Thread(target=lambda: client.post(url, json=body)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    records = recorded(tmp_path)
+    sent = {begin["request_id"]: begin["send_ns"] for begin in records["begin"]}
+    first, second = sorted(batch["t_ns"][0] - sent[batch["request_id"]] for batch in records["chunks"])
+    assert 300 * MS <= first < 500 * MS
+    assert second - first >= 200 * MS  # the second waited for the first's 300 ms
+
+
 def test_other_paths_pass_unrecorded(tmp_path: Path, recorded: Recorded) -> None:
     def use(client: openai.OpenAI) -> None:
         assert [model.id for model in client.models.list()] == ["tiny"]
