@@ -7,31 +7,29 @@ listening beside the writing, not by the next write.
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from reference_server.faults import parse_fault
-from reference_server.front_end import FrontEnd, Live, Token
+from reference_server.answer_text import AnswerText, Ending
+from reference_server.front_end import FrontEnd, Live
+from reference_server.intake import Asked, Intake
 from reference_server.openai_api import (
     DONE,
     ApiError,
     ChunkBuilder,
     CompletionRequest,
     error_event,
-    parse_body,
     usage,
     whole_answer,
 )
-from sloscope import contract, records
+from sloscope import records
 from sloscope.definitions import StreamEnd, classify_end
-from sloscope.errors import ConfigError, ContractError, ModelFileError
 from sloscope.ids import is_request_id, new_request_id
 
 MAX_BODY_BYTES = 16 << 20
-LONG_PROMPT_CHARS = 4096  # from here on encoding takes milliseconds: not on the loop
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -51,33 +49,6 @@ class Hop:
 
 class ClientLeftError(Exception):
     """The consumer was gone before its body was complete."""
-
-
-@dataclass(slots=True)
-class Ending:
-    """What is known of the end so far; becomes the end record."""
-
-    http_status: int | None = None
-    finish_reason: str = ""
-    error: str | None = None
-    done: bool = False
-    events: int = 0  # output events written
-    tokens: int = 0  # output tokens written
-    prompt_tokens: int | None = None
-    bytes: int = 0
-    min_tokens: int = 1
-
-
-@dataclass(slots=True)
-class Asked:
-    """Everything about a request that was found good."""
-
-    completion: CompletionRequest
-    prompt: list[int]
-    max_tokens: int
-    stop_after: int | None
-    fault: str
-    own: Mapping[str, int] = field(default_factory=dict)
 
 
 class Answer(Response):
@@ -111,15 +82,17 @@ class Answer(Response):
         return made
 
     async def _answer(self, receive: Receive) -> None:
-        known: dict[str, Any] = {}
+        intake = Intake(self._front, self._asked_headers, self._chat)
         watcher: asyncio.Task[None] | None = None
         try:
             try:
                 body = await self._read_body(receive)
                 watcher = asyncio.create_task(self._watch(receive))
-                asked = await self._understand(body, known)
+                asked = await intake.understand(body)
             finally:
-                self._record_begin(known)
+                self._record_begin(intake.known)
+                self._end.prompt_tokens = intake.known.get("prompt_tokens")
+                self._end.min_tokens = intake.min_tokens
             await self._run(asked)
         except ClientLeftError:
             self._live.left = "disconnect"
@@ -145,111 +118,6 @@ class Answer(Response):
                     self._hop.body_complete_ns = self._front.clock.monotonic_ns()
                 return bytes(body)
 
-    async def _understand(self, body: bytes, known: dict[str, Any]) -> Asked:
-        """Fills `known` for the begin record as far as it gets."""
-        front = self._front
-        known |= self._promised()
-        if not front.healthy:
-            raise ApiError(503, "the server is stopping", kind="server_error", code="stopping")
-        completion = parse_body(body, self._chat)
-        known |= {
-            "model": completion.model[:256],
-            "streaming": completion.stream,
-            "n_choices": 1,
-            "max_tokens": completion.max_tokens,
-        }
-        if completion.model != front.model:
-            raise ApiError(
-                404, f"model: {completion.model[:60]!r} is not served here; accepted: {front.model}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
-        stop_after = self._stop_after()
-        fault = self._fault()
-        known["stop_after"] = stop_after
-        prompt = await self._encode(completion)
-        self._end.prompt_tokens = known["prompt_tokens"] = len(prompt)
-        room = front.max_context - len(prompt)
-        max_tokens = completion.max_tokens or min(front.default_max_tokens, max(room, 1))
-        if max_tokens > room:
-            raise ApiError(
-                400,
-                f"max_tokens: prompt {len(prompt)} + max_tokens {max_tokens} = {len(prompt) + max_tokens} tokens; "
-                f"accepted: at most {front.max_context} together",
-                param="max_tokens", code="context_length_exceeded",
-            )  # fmt: skip
-        known["max_tokens"] = max_tokens
-        return Asked(completion, prompt, max_tokens, stop_after, fault)
-
-    def _promised(self) -> dict[str, Any]:
-        front = self._front
-        try:
-            resolved = contract.resolve(front.contract, self._asked_headers)
-        except ContractError as error:
-            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from None
-        name = resolved.class_name
-        if not resolved.known:
-            name = self._asked_headers[contract.CLASS_HEADER]
-            if front.has_contract:
-                accepted = ", ".join(front.contract.classes)
-                raise ApiError(
-                    400, f"{contract.CLASS_HEADER}: {name[:60]!r} is unknown; accepted: {accepted}",
-                    param=contract.CLASS_HEADER,
-                )  # fmt: skip
-        self._end.min_tokens = resolved.limits.min_tokens
-        return {
-            "class_": name[:256],
-            "contract_hash": front.contract_hash,
-            "limits": resolved.limits.as_record() if front.has_contract or resolved.own else None,
-            "own_limits": dict(resolved.own) or None,
-        }
-
-    def _stop_after(self) -> int | None:
-        text = self._asked_headers.get("x-sloscope-stop-after")
-        if text is None:
-            return None
-        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 1_000_000):
-            raise ApiError(
-                400, f"x-sloscope-stop-after: {text[:40]!r} is not accepted; accepted: a number of tokens from 1",
-                param="x-sloscope-stop-after",
-            )  # fmt: skip
-        return int(text)
-
-    def _fault(self) -> str:
-        text = self._asked_headers.get("x-sloscope-fault", "")
-        if not text:
-            return ""
-        if not self._front.allow_faults:
-            raise ApiError(
-                400, "x-sloscope-fault: faults are off; accepted: only with sloscope serve --allow-faults",
-                param="x-sloscope-fault",
-            )  # fmt: skip
-        try:
-            parse_fault(text)
-        except ConfigError as error:
-            raise ApiError(400, str(error), param="x-sloscope-fault") from None
-        return text
-
-    async def _encode(self, completion: CompletionRequest) -> list[int]:
-        tokenizer = self._front.tokenizer
-        if isinstance(completion.prompt, list):
-            vocabulary = len(tokenizer.spec.tokens)
-            if not all(0 <= token_id < vocabulary for token_id in completion.prompt):
-                raise ApiError(
-                    400, f"prompt: a token id is out of range; accepted: 0 to {vocabulary - 1}", param="prompt"
-                )
-            return completion.prompt
-        try:
-            text = completion.prompt or tokenizer.render_chat(completion.messages or [])
-        except ModelFileError as error:
-            raise ApiError(400, str(error), param="messages") from None
-        if len(text) < LONG_PROMPT_CHARS:
-            ids = tokenizer.encode(text)
-        else:
-            ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text)
-        if not ids:
-            raise ApiError(400, "prompt: no tokens; accepted: at least one", param="prompt")
-        return ids
-
     # --- the answer
 
     async def _watch(self, receive: Receive) -> None:
@@ -263,6 +131,7 @@ class Answer(Response):
         front, live, completion = self._front, self._live, asked.completion
         if live.left:
             return
+        live.streaming = completion.stream
         front.submit(
             live,
             prompt=asked.prompt,
@@ -302,7 +171,7 @@ class Answer(Response):
             await live.news.wait()
             live.news.clear()
 
-    async def _stream(self, answer_id: str, completion: CompletionRequest, text: "AnswerText") -> None:
+    async def _stream(self, answer_id: str, completion: CompletionRequest, text: AnswerText) -> None:
         front, live, end = self._front, self._live, self._end
         null_usage = completion.include_usage and not completion.continuous_usage
         chunks = ChunkBuilder(answer_id, front.model, front.created, self._chat, null_usage)
@@ -340,7 +209,7 @@ class Answer(Response):
         if not live.left:
             end.finish_reason, end.done = text.finish_reason, True
 
-    async def _whole(self, answer_id: str, completion: CompletionRequest, text: "AnswerText") -> None:
+    async def _whole(self, answer_id: str, completion: CompletionRequest, text: AnswerText) -> None:
         front, live, end = self._front, self._live, self._end
         pieces: list[tuple[str, int]] = []
         while not live.left:
@@ -459,66 +328,3 @@ class Answer(Response):
         )
         if front.journal is not None:
             front.journal.flush()
-
-
-class AnswerText:
-    """Tokens of one request to pieces of text, and to the stamps of its output events.
-
-    A piece is one output event: the text that became safe to send with a token. Tokens whose text is held back are
-    counted by the event that brings it.
-    """
-
-    def __init__(self, front_end: FrontEnd, live: Live, completion: CompletionRequest, end: Ending) -> None:
-        self._front = front_end
-        self._live = live
-        self._end = end
-        self._text = front_end.tokenizer.text_stream(completion.stop)
-        self._last: Token | None = None
-        self._first_computed_ns: int | None = None
-        self.tokens = 0
-        self.finish_reason = ""
-
-    def take(self) -> list[tuple[str, int]]:
-        """What has come: (text, tokens so far) of each output event."""
-        pieces = []
-        mailbox, emissions = self._live.mailbox, self._live.emissions
-        while mailbox and not self.finish_reason:
-            token = mailbox.popleft()
-            self._last = token
-            if self._first_computed_ns is None:
-                self._first_computed_ns = token.computed_ns
-            piece = ""
-            if token.visible:
-                self.tokens += 1
-                piece = self._text.push(token.token_id)
-                if self._text.stopped_by is not None:
-                    self.finish_reason = "stop"
-                    if not token.finish:
-                        self._front.finish(self._live)
-            if token.finish and not self.finish_reason:
-                self.finish_reason = token.finish
-                piece += self._text.finish()
-            if piece:
-                emissions.add(self.tokens, token)
-                pieces.append((piece, self.tokens))
-        return pieces
-
-    def written(self, pieces: list[tuple[str, int]]) -> None:
-        """The pieces are on their way: stamp them, unless the consumer had left."""
-        if not pieces or self._live.left:
-            return
-        self._live.emissions.stamp(self._front.clock.monotonic_ns())
-        self._live.delivered = self._end.tokens = pieces[-1][1]
-        self._end.events += len(pieces)
-
-    def timings(self, request_id: str, arrived_ns: int) -> dict[str, Any]:
-        """The engine's own durations, in ms, for the last chunk."""
-        live, first, last = self._live, self._first_computed_ns, self._last
-        assert first is not None and last is not None and live.queued_ns is not None and live.started_ns is not None
-        return {
-            "request_id": request_id,
-            "queue_ms": (live.started_ns - live.queued_ns) / 1e6,
-            "prefill_ms": (first - live.started_ns) / 1e6,
-            "decode_ms": (last.computed_ns - first) / 1e6,
-            "ttft_ms": (first - arrived_ns) / 1e6,
-        }

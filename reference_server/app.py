@@ -1,5 +1,6 @@
 """The HTTP surface of the reference server."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Generator
@@ -24,6 +25,11 @@ class StampingProtocol(HttpToolsProtocol):
     """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers."""
 
     _received_ns = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # `send` waits as soon as the kernel takes no more: nothing but the last write is out of our sight.
+        transport.set_write_buffer_limits(high=0)
 
     def data_received(self, data: bytes) -> None:
         self._received_ns = time.monotonic_ns()

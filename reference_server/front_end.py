@@ -89,7 +89,9 @@ class Live:
     cut: Callable[[], None]  # closes the consumer's connection at once
     mailbox: deque[Token] = field(default_factory=deque)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    streaming: bool = True
     accepted: bool = False
+    ended: bool = False  # at the engine
     refusal: Refusal | None = None
     error: str | None = None
     left: str = ""  # the consumer ended it: disconnect, slow_reader
@@ -177,10 +179,12 @@ class FrontEnd:
             case "refused":
                 if live := self.live.get(message["key"]):
                     live.refusal = Refusal(message["reason"], message["message"], message["retry"])
+                    live.ended = True
                     live.news.set()
             case "error":
                 if live := self.live.get(message["key"]):
                     live.error = message["message"]
+                    live.ended = True
                     live.news.set()
             case "metrics":
                 self.metrics.absorb(message["payload"].encode())
@@ -200,8 +204,10 @@ class FrontEnd:
                 live.queued_ns, live.started_ns = stamps
             live.mailbox.append(Token(token_id, finish, visible, step_id, computed_ns, handed_ns))
             live.received += 1
+            live.ended = live.ended or bool(finish)
             live.news.set()
-            if live.undelivered > self.max_undelivered:
+            # An answer that is sent as a whole waits for its end, not for its reader.
+            if live.streaming and live.undelivered > self.max_undelivered:
                 self.leave(live, "slow_reader")
                 live.cut()
 
@@ -226,26 +232,31 @@ class FrontEnd:
             return
         live.left = reason
         live.news.set()
-        if live.key in self.live:
+        if live.key in self.live and not live.ended:
             self._send({"op": "abort", "key": live.key, "reason": reason})
+            live.ended = True
 
     def finish(self, live: Live) -> None:
         """The answer ended in its text, which only the front end sees."""
         self._send({"op": "finish", "key": live.key})
+        live.ended = True
 
     def stall(self, ns: int) -> None:
         self._send({"op": "stall", "ns": ns})
 
     def close(self, live: Live) -> None:
-        self.live.pop(live.key, None)
+        """The request has its end. The engine is told if it does not know: whatever happened, it runs no further."""
+        if self.live.pop(live.key, None) is not None and not live.ended:
+            self._send({"op": "abort", "key": live.key, "reason": "front_end"})
         self.flush_emissions(live)
 
     def fail_all(self, message: str) -> None:
         for live in list(self.live.values()):
             live.error = live.error or message
             live.news.set()
-            if not self.engine.lost.is_set():
+            if not live.ended:
                 self._send({"op": "abort", "key": live.key, "reason": "shutdown"})
+                live.ended = True
 
     def _send(self, message: Message) -> None:
         if not self.engine.lost.is_set():

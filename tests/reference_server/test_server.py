@@ -155,7 +155,8 @@ def test_what_is_refused_is_offered_and_failed(
     assert response.status_code == status and message in response.json()["error"]["message"]
     end = served.wait_for_end(response.headers["x-sloscope-request-id"])
     assert (end["outcome"], end["reason"], end["http_status"]) == ("failed", "http_error", status)
-    assert served.records("begin", end["request_id"])
+    (begin,) = served.records("begin", end["request_id"])
+    assert begin["class"] == ("_unknown" if "x-slo-class" in headers else "default")
 
 
 def test_a_client_that_leaves_is_noticed_at_once_and_its_kv_is_freed(served: Served) -> None:
@@ -209,6 +210,20 @@ def test_after_five_cancels_everything_is_accounted_for(served: Served) -> None:
     for name in after:
         if name.startswith(("sloscope_engine_kv_blocks", "sloscope_engine_requests{", "sloscope_engine_undelivered")):
             assert after[name] == before[name], name
+
+
+def test_a_request_runs_on_untouched_while_others_leave(served: Served) -> None:
+    asked = {"max_tokens": 400, "seed": 3}
+    alone = texts(served.stream(**asked).whole())
+    stays = served.stream(**asked)
+    for _ in range(10):
+        leaves = served.stream(max_tokens=5000)
+        leaves.read_head()
+        next(leaves.events())
+        leaves.close()
+    *_, finish, done = events = stays.whole()
+    assert done.body == "[DONE]" and finish.body["choices"][0]["finish_reason"] == "length"
+    assert len(texts(events)) == len(alone) == 400
 
 
 def test_a_stall_asked_for_shows_in_the_gap_and_in_the_step(served: Served) -> None:
@@ -272,6 +287,8 @@ def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
     slow = Conversation(served.port, body, {"x-sloscope-request-id": request_id}, receive_buffer=2048)
     reader = served.stream(max_tokens=300)
     assert len(texts(reader.whole())) == 300
+    # Nor is an answer that is sent as a whole: it waits for its end, not for its reader.
+    assert served.text(max_tokens=300).json()["usage"]["completion_tokens"] == 300
     end = served.wait_for_end(request_id, 20)
     assert (end["outcome"], end["reason"]) == ("cancelled", "slow_reader")
     assert end["output_tokens"] < 8000 - 100
@@ -279,18 +296,55 @@ def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
     assert served.stop() == 0
 
 
-def test_a_full_queue_answers_429_with_retry_after(tmp_path: Path) -> None:
-    served = Served(tmp_path, "--max-batch", "1", "--max-waiting", "1")
-    running = served.stream(max_tokens=8000)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """No contract, no faults; one request at a time, and one may wait."""
+    served = Served(tmp_path_factory.mktemp("plain"), "--max-batch", "1", "--max-waiting", "1", "--prefill-tokens", "8")
+    yield served
+    assert served.stop() == 0
+
+
+def test_a_full_queue_answers_429_with_retry_after(plain: Served) -> None:
+    running = plain.stream(max_tokens=8000)
     running.read_head()
     next(running.events())
-    waiting = served.stream(max_tokens=5)
-    until(lambda: served.metrics()['sloscope_engine_requests{state="WAITING"}'] == 1)
-    refused = served.text()
+    waiting = plain.stream(max_tokens=5)
+    until(lambda: plain.metrics()['sloscope_engine_requests{state="WAITING"}'] == 1)
+    refused = plain.text()
     assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
     assert "1 requests wait; accepted: at most 1" in refused.json()["error"]["message"]
-    end = served.wait_for_end(refused.headers["x-sloscope-request-id"])
+    end = plain.wait_for_end(refused.headers["x-sloscope-request-id"])
     assert (end["outcome"], end["reason"]) == ("failed", "rejected")
     running.close()
     assert len(texts(waiting.whole())) == 5
-    assert served.stop() == 0
+
+
+def test_without_a_contract_no_class_is_unknown(plain: Served) -> None:
+    response = plain.text(headers={"x-slo-class": "gold", "x-slo-ttft-ms": "200"})
+    (begin,) = plain.records("begin", response.headers["x-sloscope-request-id"])
+    assert begin["class"] == "gold" and "contract_hash" not in begin
+    assert begin["own_limits"] == {"ttft_ns": 200_000_000}
+
+
+def test_faults_are_refused_unless_allowed(plain: Served) -> None:
+    response = plain.text(headers={"x-sloscope-fault": "slow=1ms"})
+    assert response.status_code == 400 and "faults are off" in response.json()["error"]["message"]
+    assert httpx.post(f"{plain.url}/faults", json={"stall_ms": 1}).status_code == 403
+
+
+def test_a_long_prompt_is_run_in_pieces(plain: Served) -> None:
+    request_id = new_request_id()
+    plain.text(headers={"x-sloscope-request-id": request_id}, prompt=list(range(100, 120)), max_tokens=2)
+    plain.wait_for_end(request_id)
+    steps = until(lambda: [r for r in plain.journal() if r["kind"] == "step" and request_id in r["decode_ids"]])
+    assert len(steps) == 1
+    pieces = [r["prefill_tokens"] for r in plain.journal() if r["kind"] == "step" and request_id in r["prefill_ids"]]
+    assert pieces == [8, 8, 4]
+
+
+def test_a_retry_names_what_it_retries(plain: Served) -> None:
+    first = new_request_id()
+    headers = {"x-sloscope-retry-of": first, "x-stainless-retry-count": "2"}
+    response = plain.text(headers=headers)
+    (begin,) = plain.records("begin", response.headers["x-sloscope-request-id"])
+    assert begin["retry_of"] == first and begin["labels"] == {"retry_count": 2}
