@@ -31,7 +31,7 @@ from sloscope.recovery import recover
 
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
-_HEALTHY_S = 10.0  # a child that lived this long starts again without a pause
+_HEALTHY_S = 1.0  # a child that lived this long starts again without a pause
 _READY_S = 30.0
 _STOP_S = 5.0  # beyond the drain time, until a child is killed
 _RECOVERED = ("sidecar", "client")  # the observers whose journals this sidecar writes
