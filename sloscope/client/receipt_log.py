@@ -20,8 +20,9 @@ from sloscope.clock import Clock, SystemClock
 from sloscope.contract import Limits, Resolved
 from sloscope.journal import JournalWriter
 
-# A batch is written when its first receipt is this old; with a tick every quarter second, within a second.
-BATCH_AGE_NS = 700_000_000
+# A batch is written when its first receipt is this old: with a tick every quarter second, or with batches spread over
+# half a second, within a second.
+BATCH_AGE_NS = 400_000_000
 _TICK_S = 0.25
 
 
@@ -109,17 +110,28 @@ class ReceiptLog:
                 self._journal.write(record)
         return RequestRecorder(self, request_id, send_ns, intended_ns, streaming, n_choices, limits.min_tokens)
 
-    def tick(self, now_ns: int) -> None:
-        """Writes the batches that are old enough, in one write(2)."""
+    @property
+    def waiting(self) -> int:
+        """Requests with receipts that are not written yet."""
+        return len(self._due)
+
+    def tick(self, now_ns: int, most: int | None = None) -> None:
+        """Writes the batches that are old enough, `most` of them, in one write(2)."""
         while self._abandoned:
             recorder, end_ns = self._abandoned.popleft()
             recorder.end(end_ns, left="disconnect")
-        if self._due and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS:
-            with self._lock:
-                while self._due and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS:
-                    self._append_chunks(self._due.popleft())
-                if self._journal is not None:
-                    self._journal.flush()
+        if not self._is_due(now_ns):
+            return
+        left = len(self._due) if most is None else most
+        with self._lock:
+            while left > 0 and self._is_due(now_ns):
+                self._append_chunks(self._due.popleft())
+                left -= 1
+            if self._journal is not None:
+                self._journal.flush()
+
+    def _is_due(self, now_ns: int) -> bool:
+        return bool(self._due) and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS
 
     def flush(self) -> None:
         """Writes every receipt that waits, those of requests that are still open too."""

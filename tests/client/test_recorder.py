@@ -178,14 +178,31 @@ def test_receipts_are_written_in_batches_within_a_second_and_none_twice(tmp_path
     for at in range(0, 1000, 100):
         recorder.receive(at * MS, TEXT)
         log.tick(at * MS)
-    # The first receipt is at 0; at 700 ms its batch of eight is due, and that of 800 and 900 waits.
-    assert [(batch["ordinal0"], len(batch["t_ns"])) for batch in recorded(tmp_path)["chunks"]] == [(0, 8)]
+    # The first receipt is at 0 and due at 400 ms with the four after it; the next is at 500 and due at 900.
+    assert [(batch["ordinal0"], len(batch["t_ns"])) for batch in recorded(tmp_path)["chunks"]] == [(0, 5), (5, 5)]
     recorder.receive(1000 * MS, STOP + DONE)
     recorder.end(1001 * MS)
     log.close()
     records = recorded(tmp_path)
-    assert [(batch["ordinal0"], len(batch["t_ns"])) for batch in records["chunks"]] == [(0, 8), (8, 2)]
+    assert [(batch["ordinal0"], len(batch["t_ns"])) for batch in records["chunks"]] == [(0, 5), (5, 5)]
     assert [t for batch in records["chunks"] for t in batch["t_ns"]] == [at * MS for at in range(0, 1000, 100)]
+
+
+def test_two_thousand_streams_that_began_together_are_written_within_a_second(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    log = ReceiptLog(tmp_path, FakeClock())
+    for recorder in [started(log) for _ in range(2000)]:
+        recorder.receive(0, TEXT)
+    most, now = [], 0
+    while log.waiting:
+        now += 20 * MS
+        before = log.waiting
+        log.tick(now, max(64, log.waiting // 16))  # as the replay does
+        most.append(before - log.waiting)
+    assert now <= 1000 * MS and max(most) == 125  # 2,000 / 16
+    log.close()
+    assert len(recorded(tmp_path)["chunks"]) == 2000
 
 
 def test_a_begin_is_on_disk_before_open_returns(tmp_path: Path, recorded: Recorded) -> None:
