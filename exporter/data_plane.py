@@ -50,6 +50,7 @@ class DataPlane:
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
         self.upstreams = Upstreams([Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams])
         self.clients: set[ClientConnection] = set()
+        self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
         self._errors_named: set[str] = set()
         self._tick_due_ns = 0
@@ -132,6 +133,8 @@ class DataPlane:
             observation.ended("eof", "", False, self.clock.monotonic_ns(), recorder_lost=True)
         await asyncio.sleep(0)
         self._metrics_server.close()
+        for connection in list(self.metrics_connections):
+            connection.close()
         self.recorder.close()
 
     def _busy(self) -> bool:
@@ -153,6 +156,13 @@ class MetricsConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._plane.metrics_connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._plane.metrics_connections.discard(self)
+
+    def close(self) -> None:
+        self._transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._line += data

@@ -1,0 +1,227 @@
+"""The receipts API: a control plane's app with its real store and journal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from exporter.control_plane import ControlPlane, create_app
+from exporter.receipts import MAX_BATCH
+from sloscope.clock import FakeClock
+from sloscope.ids import new_request_id
+from sloscope.journal import Tail, journal_files, read_journal
+from tests.exporter.harness import settings_for, total
+
+MS = 1_000_000
+Test = Callable[[httpx.AsyncClient, ControlPlane], Awaitable[None]]
+
+
+def with_app(tmp_path: Path, test: Test, **changes: Any) -> None:
+    async def main() -> None:
+        clock = FakeClock(mono_ns=10_000 * MS, clock_id="fake:0:0")
+        plane = ControlPlane(settings_for(tmp_path / "events", str(tmp_path / "none"), ("http://a",), **changes), clock)
+        transport = httpx.ASGITransport(create_app(plane))
+        async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+            await test(client, plane)
+        plane.receipts.close()
+
+    asyncio.run(main())
+
+
+def receipt(**changes: Any) -> dict[str, Any]:
+    """TTFT 200 ms, gaps of 20 and 25 ms: qualified under 300 ms / 30 ms."""
+    values: dict[str, Any] = {
+        "request_id": new_request_id(),
+        "clock_id": "fake:0:0",
+        "send_ns": 1000 * MS,
+        "t_ns": [1200 * MS, 1220 * MS, 1245 * MS],
+        "choice": [0, 0, 0],
+        "type": ["reasoning", 0, 0],
+        "outcome": "completed",
+        "reason": "",
+        "end_ns": 1250 * MS,
+        "output_tokens": 3,
+        "token_source": "usage",
+        "model": "m",
+    }
+    return {name: value for name, value in (values | changes).items() if value is not None}
+
+
+def records(tmp_path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for path in journal_files(tmp_path / "events"):
+        tail = Tail(path)
+        found += list(read_journal(tail))
+        assert path.parent.name == "client" and not tail.problems
+    return found
+
+
+def test_a_receipt_is_recorded_and_observed_under_the_clients_names(tmp_path: Path) -> None:
+    sent = receipt(tenant="acme", streaming=True, labels={"app": "web"})
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        answer = await client.post("/v1/receipts", json=sent)
+        assert answer.status_code == 200 and answer.json() == {"accepted": 1, "rejected": []}
+        store = plane.store
+        assert total(store, "sloscope_client_requests_offered_total", tenant="acme") == 1
+        assert total(store, "sloscope_client_requests_qualified_total") == 1
+        # 1200 - 1000 and, the first being reasoning, 1220 - 1000 ms
+        assert total(store, "sloscope_client_ttft_seconds_sum") == pytest.approx(0.200)
+        assert total(store, "sloscope_client_ttft_visible_seconds_sum") == pytest.approx(0.220)
+        assert total(store, "sloscope_client_itl_max_seconds_sum") == pytest.approx(0.025)
+        assert total(store, "sloscope_client_itl_seconds_count") == 2
+        assert total(store, "sloscope_client_inflight_requests") == 0
+        assert total(store, "sloscope_sidecar_requests_offered_total") == 0
+
+    with_app(tmp_path, test)
+    clock, begin, chunks, end = records(tmp_path)
+    assert [clock["kind"], begin["kind"], chunks["kind"], end["kind"]] == ["clock", "begin", "chunks", "end"]
+    assert (begin["observer"], begin["class"], begin["labels"]) == ("client", "default", {"app": "web"})
+    assert chunks["t_ns"] == sent["t_ns"] and chunks["type"] == [1, 0, 0]
+    assert (end["outcome"], end["output_tokens"], end["token_source"]) == ("completed", 3, "usage")
+
+
+def test_a_receipt_that_its_sender_records_is_observed_only(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", json=receipt(recorded=True))).status_code == 200
+        assert total(plane.store, "sloscope_client_requests_total", outcome="completed") == 1
+
+    with_app(tmp_path, test)
+    assert records(tmp_path) == []
+
+
+def test_stamps_of_a_foreign_clock_are_placed_by_an_anchor_of_their_own(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        await client.post("/v1/receipts", json=receipt(clock_id="browser:abc"))
+        given = {"mono_ns": 5, "wall_ns": 1_800_000_000_000_000_000}
+        await client.post("/v1/receipts", json=receipt(clock_id="browser:def", anchor=given))
+        await client.post("/v1/receipts", json=receipt())
+
+    with_app(tmp_path, test)
+    found = records(tmp_path)
+    anchors: list[tuple[str, int, int]] = []
+    for record in found:
+        if record["kind"] == "clock":
+            anchor = (record["clock_id"], record["mono_ns"], record["wall_ns"])
+        elif record["kind"] == "begin":
+            assert record["clock_id"] == anchor[0]
+            anchors.append(anchor)
+    wall = 1_700_000_000_000_000_000
+    # Without a word about it, the end was just now.
+    assert anchors[0] == ("browser:abc", 1250 * MS, wall)
+    assert anchors[1] == ("browser:def", 5, 1_800_000_000_000_000_000)
+    assert anchors[2] == ("fake:0:0", 10_000 * MS, wall)
+
+
+BAD = {
+    "no ULID": (receipt(request_id="x"), "request_id"),
+    "backwards": (receipt(t_ns=[1200 * MS, 1100 * MS, 1300 * MS]), "stamps"),
+    "before the send": (receipt(t_ns=[999 * MS, 1200 * MS, 1245 * MS]), "stamps"),
+    "an end before the last receipt": (receipt(end_ns=1244 * MS), "stamps"),
+    "lengths that differ": (receipt(choice=[0, 0]), "malformed"),
+    "tokens that differ in length": (receipt(tokens=[1]), "malformed"),
+    "a type that is none": (receipt(type=[0, 0, "thought"]), "malformed"),
+    "a truth as a stamp": (receipt(t_ns=[True, True, True]), "malformed"),
+    "a fraction as a stamp": (receipt(send_ns=1.5), "malformed"),
+    "a stamp above 63 bits": (receipt(end_ns=2**63), "malformed"),
+    "no outcome": (receipt(outcome=None), "outcome"),
+    "a reason of another outcome": (receipt(outcome="failed", reason="voluntary"), "outcome"),
+    "what only a query derives": (receipt(outcome="unfinished", reason="window_closed"), "outcome"),
+    "an unknown class": (receipt(**{"class": "gold"}), "unknown_class"),
+    "the class of no class": (receipt(**{"class": "_unknown"}), "unknown_class"),
+    "text": (receipt(prompt="my secret"), "malformed"),
+    "a label that is a list": (receipt(labels={"a": []}), "malformed"),
+    "a token source that is none": (receipt(token_source="guess"), "malformed"),
+    "an endless name": (receipt(model="m" * 2000), "malformed"),
+    "no object": ([], "malformed"),
+    "stamps without a send": (receipt(send_ns=None), "malformed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_receipt_is_refused_with_one_line_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    sent, cause = BAD[name]
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        answer = await client.post("/v1/receipts", json=sent)
+        assert answer.status_code == 400
+        ((rejected),) = answer.json()["rejected"]
+        assert rejected["index"] == 0 and "\n" not in rejected["error"] and "secret" not in rejected["error"]
+        assert total(plane.store, "sloscope_receipts_rejected_total", cause=cause) == 1
+        assert total(plane.store, "sloscope_client_requests_offered_total") == 0
+
+    with_app(tmp_path, test)
+    assert records(tmp_path) == []
+
+
+def test_one_bad_receipt_of_a_batch_costs_only_itself(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        batch = [receipt(), receipt(end_ns=1), receipt()]
+        answer = await client.post("/v1/receipts", json={"receipts": batch})
+        assert answer.status_code == 200
+        body = answer.json()
+        assert body["accepted"] == 2 and [row["index"] for row in body["rejected"]] == [1]
+        assert total(plane.store, "sloscope_client_requests_offered_total") == 2
+
+    with_app(tmp_path, test)
+
+
+def test_a_receipt_that_is_sent_twice_counts_once(tmp_path: Path) -> None:
+    sent = receipt()
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", json=sent)).status_code == 200
+        assert (await client.post("/v1/receipts", json=sent)).status_code == 400
+        assert total(plane.store, "sloscope_client_requests_offered_total") == 1
+
+    with_app(tmp_path, test)
+    assert len([record for record in records(tmp_path) if record["kind"] == "end"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (json.dumps({"receipts": []}).encode(), 400),
+        (json.dumps({"receipts": [{}] * (MAX_BATCH + 1)}).encode(), 400),
+        (b" " * (4 << 20) + b"{}", 413),
+    ],
+)
+def test_a_body_that_is_no_batch_is_refused_as_a_whole(tmp_path: Path, body: bytes, status: int) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", content=body)).status_code == status
+
+    with_app(tmp_path, test)
+
+
+def test_a_reason_that_comes_late_completes_the_sidecars_record(tmp_path: Path) -> None:
+    request_id = new_request_id()
+    sent = {"request_id": request_id, "outcome": "cancelled", "reason": "voluntary"}
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", json=sent)).status_code == 200
+        assert (await client.post("/v1/receipts", json={**sent, "reason": "bored"})).status_code == 400
+        assert total(plane.store, "sloscope_reason_revisions_total") == 1
+        assert total(plane.store, "sloscope_client_requests_total") == 0
+
+    with_app(tmp_path, test)
+    _, late = records(tmp_path)
+    assert (late["kind"], late["observer"], late["reason"]) == ("late", "sidecar", "voluntary")
+
+
+def test_a_token_is_asked_for_everywhere_but_at_the_health_check(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        assert (await client.get("/health")).status_code == 200
+        for path in ("/metrics", "/api/q", "/api/contract"):
+            assert (await client.get(path)).status_code == 401
+            assert (await client.get(path, headers={"authorization": "Bearer wrong"})).status_code == 401
+            assert (await client.get(path, headers={"authorization": "Bearer right"})).status_code == 200
+        assert (await client.post("/v1/receipts", json=receipt())).status_code == 401
+
+    with_app(tmp_path, test, token="right")
