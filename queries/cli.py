@@ -36,6 +36,7 @@ def open_session(
         events,
         contract,
         contract_name=name,
+        every_class=bool(goodput),
         observer=observer,
         window=parse_window(window, "--window") if window else None,
     )
@@ -59,14 +60,14 @@ def _params(given: list[str]) -> dict[str, str]:
     return params
 
 
-def _help(name: str) -> None:
+def _help(name: str, format: str) -> None:
     header = question(name)
     message(f"{header.question}\none row: {header.grain}\nrules: {header.rules}")
     if header.source:
         message(f"source: {header.source}")
     for param in header.params.values():
         message(f"  --param {param.describe()} {param.remark}".rstrip())
-    print_rows([{"output": o.name, "type": o.type, "unit": o.unit, "says": o.remark} for o in header.outputs])
+    print_rows([{"output": o.name, "type": o.type, "unit": o.unit, "says": o.remark} for o in header.outputs], format)
 
 
 @query_app.command()
@@ -100,7 +101,7 @@ def query(
     if not name:
         raise ConfigError("NAME: no question is given; accepted: one of those that --list prints")
     if describe:
-        _help(name)
+        _help(name, format)
         return
     header = question(name)
     values = header.values(_params(param))

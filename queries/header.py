@@ -86,7 +86,9 @@ class Param:
         # NaN and infinity answer no question; 1.5 is no count; BIGINT has 64 bits.
         if number != number or abs(number) == float("inf"):
             raise self._refuse(given)
-        if self.type == "bigint" and (not -(2**63) <= number < 2**63 or isinstance(given, float) and number != given):
+        if self.type == "bigint" and not -(2**63) <= number < 2**63:
+            raise self._refuse(given)
+        if self.type == "bigint" and isinstance(given, float) and number != given:
             raise self._refuse(given)
         return number
 

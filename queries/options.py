@@ -14,7 +14,9 @@ CONTRACT_FILE = "contract.toml"  # what a replay, a sidecar or the lab leaves be
 
 EVENTS = typer.Option(..., "--events", metavar="DIR", help="Events directory.")
 CONTRACT = typer.Option(None, "--contract", metavar="FILE", help="Contract; default: DIR/contract.toml.")
-GOODPUT = typer.Option("", "--goodput", metavar="TEXT", help="Limits in ms instead of a file: 'ttft:300 itl_max:30'.")
+GOODPUT = typer.Option(
+    "", "--goodput", metavar="TEXT", help="Limits in ms for every class, instead of a file: 'ttft:300 itl_max:30'."
+)
 OBSERVER = typer.Option(None, "--observer", help="client, sidecar or engine; default: the contract's.")
 WINDOW = typer.Option(
     "", "--window", metavar="A..B", help="ISO 8601, A..B or A+10m, B excluded; default: all data, whole seconds."
@@ -30,7 +32,7 @@ def find_contract(events: Path, file: Path | None, goodput: str) -> tuple[Contra
     if file is not None:
         return contracts.load(file), str(file)
     if goodput:
-        return contracts.from_shorthand(goodput), f"'{goodput}'"
+        return contracts.from_shorthand(goodput), f"'{goodput}' for every class"
     saved = Path(events) / CONTRACT_FILE
     if saved.exists():
         return contracts.load(saved), str(saved)

@@ -117,6 +117,8 @@ class Session:
     `window` is [start, end) in wall ns. Without one it is every whole second from the first arrival to the last, so
     that a rate divides by the time in which requests could arrive. `observer` None: the contract's own.
     `contract_name` is printed with every result; of a sensitivity run it names the base and what was changed.
+    `every_class`: the contract's default class is meant for requests of whatever class, as limits typed on a command
+    line are.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Session:
         contract: Contract,
         *,
         contract_name: str = "contract",
+        every_class: bool = False,
         observer: str | None = None,
         window: Window | None = None,
         compact_first: bool = True,
@@ -134,7 +137,7 @@ class Session:
         self.events = Path(events)
         if not self.events.is_dir():
             raise QueryError(f"events: {str(events)!r} is not a directory")
-        self._prepare(contract, contract_name, observer, window, threads, memory_limit)
+        self._prepare(contract, contract_name, every_class, observer, window, threads, memory_limit)
         if compact_first:
             _compact(self.events)
         self._create_tables(self._table_views())
@@ -149,11 +152,12 @@ class Session:
         observer: str | None = None,
         window: Window | None = None,
         contract_name: str = "contract",
+        every_class: bool = False,
     ) -> "Session":
         """A session over rows in memory: table → rows with only the columns that matter; the rest is NULL."""
         session = cls.__new__(cls)
         session.events = Path()
-        session._prepare(contract, contract_name, observer, window, 2, "2GiB")
+        session._prepare(contract, contract_name, every_class, observer, window, 2, "2GiB")
         session._create_tables({name: tables.empty_sql(name) for name in tables.TABLES}, kind="table")
         for name, given in rows.items():
             for row in given:
@@ -167,6 +171,7 @@ class Session:
         self,
         contract: Contract,
         contract_name: str,
+        every_class: bool,
         observer: str | None,
         window: Window | None,
         threads: int,
@@ -176,6 +181,7 @@ class Session:
             raise QueryError(f"observer: {observer!r} is not accepted; accepted: {', '.join(OBSERVERS)}")
         self.contract = contract
         self.contract_name = contract_name
+        self.every_class = every_class
         self.observer = observer or contract.observer
         self._given_window = window
         self._lock = threading.Lock()
@@ -228,6 +234,7 @@ class Session:
             ("window_rule", self.contract.window_rule),
             ("voluntary_rule", self.contract.voluntary),
             ("default_class", self.contract.default_class),
+            ("every_class", self.every_class),
         ):
             execute(f"set variable {name} = ?", [value])
 

@@ -4,8 +4,8 @@
 -- rules: The same verdict as sloscope.definitions.judge, in integers; `<=` meets a limit. The request's own limits
 --   replace those of its class. Outcome after the window rule: no record at the declared observer is 'unobserved',
 --   offered and never qualified, and nothing more is said about it (every miss false); open at the cut, or ended
---   after it, is unfinished(window_closed). A class that the contract does not have never qualifies. A request that
---   did not stream in a class with streaming = 'optional' has the limit e2e alone. With n > 1 the worst choice is
+--   after it, is unfinished(window_closed). A class that the contract does not have never qualifies; limits that were
+--   given for every class (`--goodput`) are those of `contract_class` for all but `_unknown`. A request that did not stream in a class with streaming = 'optional' has the limit e2e alone. With n > 1 the worst choice is
 --   judged. tpot_ceil_ns is the TPOT rounded up, which meets an integer limit exactly when the quotient does. A
 --   missing TTFT or e2e misses its limit; a missing gap or TPOT meets it, and makes a qualified request vacuous.
 with
@@ -16,6 +16,11 @@ window_requests as (
         observed_requests.outcome as recorded_outcome,
         observed_requests.reason as recorded_reason,
         coalesce(observed_requests.class, getvariable('default_class')) as class,
+        case
+            when getvariable('every_class') and coalesce(observed_requests.class, '') <> '_unknown'
+                then getvariable('default_class')
+            else coalesce(observed_requests.class, getvariable('default_class'))
+        end as contract_class,
         not observed_requests.observed as unobserved,
         coalesce(
             observed_requests.outcome is null or observed_requests.end_at_ns > getvariable('cut_ns'), false
@@ -46,7 +51,7 @@ classified as (
         run_classes.objective,
         run_classes.period_ns
     from window_requests
-    left join run_classes on window_requests.class = run_classes.class
+    left join run_classes on window_requests.contract_class = run_classes.class
 ),
 
 with_limits as (

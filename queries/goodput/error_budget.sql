@@ -24,7 +24,7 @@ with
 
 cohort as (
     select
-        class,
+        contract_class,
         qualified
     from cohort
 ),
@@ -44,11 +44,11 @@ run_window as (
 
 by_class as (
     select
-        class,
+        contract_class,
         count(*) as offered,
         count(*) filter (where not qualified) as bad
     from cohort
-    group by class
+    group by contract_class
 ),
 
 counted as (
@@ -62,7 +62,7 @@ counted as (
         coalesce(by_class.bad, 0) as bad,
         ratio(by_class.bad, by_class.offered) / nullif(1 - run_classes.objective, 0) as burn_rate
     from run_classes
-    left join by_class on run_classes.class = by_class.class
+    left join by_class on run_classes.class = by_class.contract_class
     cross join run_window
 ),
 

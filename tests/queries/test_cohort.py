@@ -7,7 +7,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from queries.runner import Session
-from sloscope.contract import OBSERVERS, Contract, Limits, RequestClass, preset
+from sloscope.contract import OBSERVERS, Contract, Limits, RequestClass, from_shorthand, preset
 from sloscope.definitions import Summary, judge
 from sloscope.records import OUTCOMES
 from tests.queries.cases import expand, session_of
@@ -209,3 +209,22 @@ def test_an_engine_counts_cumulative_tokens_of_each_choice_before_the_cut():
         row = session.sql("select * from cohort").rows[0]
     # at 20 s: choice 0 had 3, choice 1 had 4
     assert row["output_tokens_before_cut"] == 7
+
+
+def test_limits_for_every_class_judge_all_but_the_unknown_class():
+    rows = [
+        expand("requests", {"id": name, "class": name, "client": {"ttft_ms": 9, "tokens": 1, "outcome": "completed"}})
+        for name in ("chat", "voice", "_unknown")
+    ]
+    contract = from_shorthand("ttft:10")
+    with Session.from_rows({"requests": rows}, contract, window=(0, S), every_class=True) as session:
+        found = session.sql("select class, qualified from cohort order by class").rows
+        budget = session.run("error_budget").rows
+    assert found == [
+        {"class": "_unknown", "qualified": False},
+        {"class": "chat", "qualified": True},
+        {"class": "voice", "qualified": True},
+    ]
+    assert [(row["class"], row["offered"]) for row in budget] == [("default", 2)]
+    with Session.from_rows({"requests": rows}, contract, window=(0, S)) as session:
+        assert session.run("goodput").rows[0]["qualified"] == 0
