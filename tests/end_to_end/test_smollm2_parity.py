@@ -138,7 +138,7 @@ def _compare(label: str, answers: Sequence[Answer], ours: Sequence[list[int]]) -
                 f"prompt {number}: token {differs} is {tokens[differs]}, the oracle's {answer.tokens[differs]} "
                 f"by a margin of {answer.margins[differs]:.4f}"
             )
-    print(  # noqa: T201  the figures are read with `pytest -s`
+    print(  # the figures are read with `pytest -s`
         f"\n{label}: {equal} of {len(answers)} prompts equal, {compared} tokens compared, "
         f"{stopped} stopped early by a margin under {MARGIN}"
     )
