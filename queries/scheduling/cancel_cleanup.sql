@@ -1,0 +1,88 @@
+-- question: How long after a cancel does the engine stop, and is every KV block given back?
+-- grain: one row per stretch: socket to abort, abort to KV free, socket to KV free
+-- inputs: cohort
+-- outputs:
+--   stretch     varchar  -
+--   cancelled   bigint   requests  of the cohort whose end was cancelled, or whose abort the engine saw
+--   n           bigint   requests  of those, with both stamps on one clock
+--   p50_s       double   seconds   nearest rank
+--   p90_s       double   seconds
+--   p99_s       double   seconds
+--   max_s       double   seconds
+--   negative    bigint   requests  in which the later stamp is the earlier one
+--   unfinished  bigint   requests  of those, with the first stamp and never the second
+-- rules: Socket: the end of the stream at the declared observer, where it shares the engine's clock. Abort: the abort
+--   reached the scheduler. KV free: the last block of the request was free. An abort that no KV block ever followed
+--   (cancelled while waiting) has no KV stamp and counts as unfinished unless the engine stamped it. Requests that no
+--   engine observed are left out. Quantiles are these requests' own order statistics. The rows are there without
+--   cancels too, with n = 0.
+with
+
+cancelled as (
+    select
+        request_id,
+        case when clock_id = engine_clock_id then end_ns end as socket_ns,
+        engine_abort_seen_ns,
+        engine_kv_freed_ns
+    from cohort
+    where engine_observed and (outcome = 'cancelled' or engine_abort_seen_ns is not null)
+),
+
+stretches as (
+    select *
+    from (values (1, 'socket_to_abort'), (2, 'abort_to_kv_free'), (3, 'socket_to_kv_free')) as named (position, stretch)
+),
+
+from_to as (
+    select
+        stretches.position,
+        stretches.stretch,
+        cancelled.request_id,
+        case when stretches.position = 2 then cancelled.engine_abort_seen_ns else cancelled.socket_ns end as from_ns,
+        case when stretches.position = 1 then cancelled.engine_abort_seen_ns else cancelled.engine_kv_freed_ns end
+            as to_ns
+    from stretches
+    left join cancelled on 1 = 1
+),
+
+ranked as (
+    select
+        from_to.*,
+        to_ns - from_ns as stretch_ns,
+        row_number() over (partition by position order by to_ns - from_ns nulls last, request_id) as place,
+        count(to_ns - from_ns) over (partition by position) as n
+    from from_to
+),
+
+by_stretch as (
+    select
+        position,
+        stretch,
+        count(request_id) as cancelled,
+        count(stretch_ns) as n,
+        max(case when place = (50 * n + 99) // 100 then stretch_ns end) as p50_ns,
+        max(case when place = (90 * n + 99) // 100 then stretch_ns end) as p90_ns,
+        max(case when place = (99 * n + 99) // 100 then stretch_ns end) as p99_ns,
+        max(stretch_ns) as max_ns,
+        count(*) filter (where stretch_ns < 0) as negative,
+        count(*) filter (where from_ns is not null and to_ns is null) as unfinished
+    from ranked
+    group by position, stretch
+),
+
+final as (
+    select
+        stretch,
+        cancelled,
+        n,
+        p50_ns / 1e9 as p50_s,
+        p90_ns / 1e9 as p90_s,
+        p99_ns / 1e9 as p99_s,
+        max_ns / 1e9 as max_s,
+        negative,
+        unfinished
+    from by_stretch
+)
+
+select * from final
+order by case stretch when 'socket_to_abort' then 1 when 'abort_to_kv_free' then 2 else 3 end
