@@ -325,6 +325,7 @@ class Answer(Response):
             token_source="engine",
             http_status=end.http_status,
             bytes=end.bytes,
+            loop_lag_max_ns=live.loop_lag_max_ns,
         )
         if front.journal is not None:
             front.journal.flush()

@@ -27,6 +27,7 @@ from sloscope.units import NS_PER_S, parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 ENGINE_EXIT_S = 5.0
+MIN_CONTEXT = 16
 LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 
 
@@ -58,6 +59,8 @@ def serve(
 ) -> None:
     """Run the instrumented reference server (OpenAI-compatible)."""
     drain_ns = parse_duration_ns(drain, "--drain")
+    if 0 < max_context < MIN_CONTEXT:
+        raise ConfigError(f"--max-context: {max_context} tokens; accepted: 0, or {MIN_CONTEXT} and more")
     resolve_model(model)
     promised = _contract(contract, goodput)
     # Listening starts when the engine is ready; the address is taken before anything else is started.
@@ -181,7 +184,7 @@ async def _serve(
     host, port = sock.getsockname()[:2]
     server = make_server(make_app(front_end))
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    tending = asyncio.create_task(front_end.tend_journal())
+    background = [asyncio.create_task(front_end.tend_journal()), asyncio.create_task(front_end.probe_loop())]
     # What is alive now stays: collections in mid-run walk the requests only.
     gc.collect()
     gc.freeze()
@@ -204,7 +207,8 @@ async def _serve(
         live.cut()  # does not read: waiting longer would not help
     server.should_exit = True
     await serving
-    tending.cancel()
+    for task in background:
+        task.cancel()
     return 1 if lost.is_set() else 0
 
 

@@ -5,7 +5,6 @@ the other end closes, however the front end died: no engine is left behind.
 """
 
 import gc
-import os
 import signal
 import socket
 import sys
@@ -56,8 +55,7 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     torch.set_num_threads(config.threads)
     source = resolve_model(config.model)
     checkpoint = load_checkpoint(source, DTYPES.get(config.dtype, torch.float32))
-    # Four positions are the least that the warm-up needs.
-    context = max(4, min(config.max_context or checkpoint.config.max_context, checkpoint.config.max_context))
+    context = min(config.max_context or checkpoint.config.max_context, checkpoint.config.max_context)
     runner = make_runner(checkpoint, config.slots, context, config.dtype, config.device)
     blocks = config.kv_blocks or config.slots * -(-context // config.block_tokens)
     clock = SystemClock()
@@ -85,8 +83,7 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
             "tokenizer": spec | {"control_ids": sorted(checkpoint.tokenizer.control_ids)},
             "mask_eos": checkpoint.mask_eos,
             "max_context": context,
-            "kv_blocks": blocks,
-            "pid": os.getpid(),
+            "kv_tokens": blocks * config.block_tokens,
         }
     )
     try:

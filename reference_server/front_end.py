@@ -24,6 +24,7 @@ from sloscope.journal import JournalWriter
 # Without a contract nothing is promised, and no class is unknown.
 NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
 FLUSH_EVERY_S = 1.0
+PROBE_EVERY_S = 0.02
 SCRAPE_WAIT_S = 0.1
 REMEMBERED_IDS = 100_000
 
@@ -99,6 +100,7 @@ class Live:
     started_ns: int | None = None
     received: int = 0  # tokens from the engine
     delivered: int = 0  # of those, written to the socket
+    loop_lag_max_ns: int = 0
     emissions: Emissions = field(default_factory=Emissions)
 
     @property
@@ -161,6 +163,7 @@ class FrontEnd:
         self.model: str = message["model"]
         self.mask_eos: bool = message["mask_eos"]
         self.max_context: int = message["max_context"]
+        self.kv_tokens: int = message["kv_tokens"]
         self.created = self.clock.wall_ns() // 1_000_000_000
 
     @property
@@ -286,6 +289,15 @@ class FrontEnd:
                 self.flush_emissions(live)
             if self.journal is not None:
                 self.journal.flush()
+
+    async def probe_loop(self) -> None:
+        """How late this loop runs what is due, for every request that was alive then."""
+        while True:
+            due_ns = self.clock.monotonic_ns() + round(PROBE_EVERY_S * 1e9)
+            await asyncio.sleep(PROBE_EVERY_S)
+            lag_ns = self.clock.monotonic_ns() - due_ns
+            for live in self.live.values():
+                live.loop_lag_max_ns = max(live.loop_lag_max_ns, lag_ns)
 
     async def scrape(self) -> bytes:
         """The exposition, with the engine's numbers as fresh as its current iteration allows."""

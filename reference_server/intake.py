@@ -58,7 +58,9 @@ class Intake:
         prompt = await self._encode(completion)
         known["prompt_tokens"] = len(prompt)
         room = front.max_context - len(prompt)
-        max_tokens = completion.max_tokens or min(front.default_max_tokens, max(room, 1))
+        # What a request did not ask for must not get it refused.
+        likely = min(front.default_max_tokens, room, front.kv_tokens - len(prompt))
+        max_tokens = completion.max_tokens or max(likely, 1)
         if max_tokens > room:
             raise ApiError(
                 400,

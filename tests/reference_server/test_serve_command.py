@@ -51,6 +51,7 @@ def test_an_occupied_port_is_one_line_and_exit_2() -> None:
         (["--goodput", "speed:3"], "error: goodput: 'speed:3' is not accepted; accepted: ttft"),
         (["--goodput", "ttft:3", "--contract", "x"], "error: --goodput: given together with --contract"),
         (["--listen", "here"], "error: --listen: 'here' is not an address; accepted: HOST:PORT or PORT"),
+        (["--max-context", "8"], "error: --max-context: 8 tokens; accepted: 0, or 16 and more"),
         (["--drain", "soon"], "error: --drain: 'soon' is not a duration"),
         (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
         (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),

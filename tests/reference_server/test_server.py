@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
@@ -293,6 +295,66 @@ def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
     assert (end["outcome"], end["reason"]) == ("cancelled", "slow_reader")
     assert end["output_tokens"] < 8000 - 100
     slow.close()
+    assert served.stop() == 0
+
+
+def test_whatever_clients_do_every_request_ends_once_and_the_books_balance(tmp_path: Path) -> None:
+    """40 clients on 4 slots of a small pool: some read to the end, some leave early, some while they wait."""
+    served = Served(tmp_path, "--max-batch", "4", "--kv-blocks", "24", "--prefill-tokens", "16")
+    seed = 20261129
+    random = Random(seed)
+
+    def one(i: int) -> None:
+        prompt = list(range(100, 101 + random.randrange(60)))
+        asked = {"prompt": prompt, "max_tokens": random.randrange(1, 120), "stream": i % 5 != 0}
+        conversation = served.stream({"connection": "close"}, **asked)
+        leave_after = random.choice([None, None, 0, 1, 30])
+        if leave_after == 0:
+            time.sleep(random.random() / 10)
+        else:
+            conversation.read_head()
+            for n, _ in enumerate(conversation.events()):
+                if n == leave_after:
+                    break
+        conversation.close()
+
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(one, range(40)))
+    quiet = 'sloscope_engine_kv_blocks{kind="free"}'
+    until(lambda: served.metrics()[quiet] == 24)
+    metrics = served.metrics()
+    assert served.stop() == 0
+    journal = served.journal()
+    begun = [r["request_id"] for r in journal if r["kind"] == "begin"]
+    ended = [r["request_id"] for r in journal if r["kind"] == "end"]
+    assert len(set(begun)) == 40 and sorted(begun) == sorted(ended), f"seed {seed}"
+    states = [r for r in journal if r["kind"] == "state"]
+    arrived = [r["request_id"] for r in states if r["to_state"] == "WAITING"]
+    final = [r["request_id"] for r in states if r["to_state"] in ("FINISHED", "CANCELLED")]
+    assert sorted(arrived) == sorted(final) and len(set(arrived)) == len(arrived)
+    steps = [r for r in journal if r["kind"] == "step"]
+    assert all(r["kv_blocks_resident"] + r["kv_blocks_reserved"] + r["kv_blocks_free"] == 24 for r in steps)
+    assert all(len(r["prefill_ids"]) + len(r["decode_ids"]) <= 4 for r in steps)
+    started = {r["request_id"] for r in states if r["to_state"] == "PREFILL"}
+    assert metrics['sloscope_engine_admissions_total{reason="fits",verdict="admit"}'] == len(started)
+    outcomes = {r["request_id"]: r["outcome"] for r in journal if r["kind"] == "end"}
+    for outcome in ("completed", "cancelled"):
+        assert metrics[f'sloscope_engine_requests_ended_total{{outcome="{outcome}"}}'] == sum(
+            value == outcome for value in outcomes.values()
+        )
+    assert set(outcomes.values()) == {"completed", "cancelled"}
+
+
+def test_an_answer_length_that_was_not_asked_for_is_never_the_reason_of_a_refusal(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--kv-blocks", "4")  # 64 tokens, where the default would be 256
+    answer = served.post(prompt=list(range(100, 110))).json()
+    assert answer["usage"]["completion_tokens"] == 64 - 10
+    refused = served.post(prompt=list(range(100, 110)), max_tokens=55)
+    assert refused.status_code == 400
+    # 10 + 55 = 65 tokens: 5 blocks of 16
+    assert "65 tokens need 5 KV blocks; accepted: at most 4" in refused.json()["error"]["message"]
+    states = until(lambda: [r for r in served.journal() if r["kind"] == "state" and r["to_state"] == "REJECTED"])
+    assert [state["reason"] for state in states] == ["kv_never_fits"]
     assert served.stop() == 0
 
 
