@@ -41,13 +41,17 @@ APIS = {"chat": "/chat/completions", "completions": "/completions"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom to ask and how. `owned_by` is what GET /v1/models says of the first model."""
+    """Whom to ask and how. `owned_by` is what GET /v1/models says of the first model.
+
+    `ignore_eos` False: the server refuses that field, so that forced lengths are caps alone.
+    """
 
     origins: tuple[Origin, ...]
     model: str
     owned_by: str
     api: str = "chat"
     headers: Mapping[str, str] = field(default_factory=dict)
+    ignore_eos: bool = True
 
 
 @dataclass(slots=True)
@@ -352,5 +356,5 @@ def _body(target: Target, planned: Planned, text: PromptText) -> bytes:
         orjson.dumps(target.model),
         asked,
         planned.max_tokens,
-        b',"ignore_eos":true' if planned.stop_after is None else b"",
+        b',"ignore_eos":true' if planned.stop_after is None and target.ignore_eos else b"",
     )

@@ -45,7 +45,8 @@ def replay(
     lengths: str = typer.Option(
         "auto",
         "--lengths",
-        help="natural: stop-after under drawn caps (reference server); forced: ignore_eos; auto: asks the server.",
+        help="natural: stop-after under drawn caps (reference server); forced: ignore_eos; capped: max_tokens alone, "
+        "for servers that refuse ignore_eos; auto: natural or forced, by what the server says it is.",
     ),
     model: str = typer.Option("", "--model", help="Model name; default: the first that the server lists."),
     api: str = typer.Option("chat", "--api", help="chat or completions."),
@@ -82,7 +83,7 @@ def replay(
         limit=limit,
         seed=seed,
         warmup=warmup,
-        natural=lengths != "forced",
+        natural=lengths not in ("forced", "capped"),
         class_name=class_name,
         tenants=tuple(tenant),
         cancel_rate=cancel_rate,
@@ -101,19 +102,20 @@ def replay(
 
     async def run() -> Tally:
         nonlocal fixed
-        target = replace(await probe(origins, model, headers), api=api)
+        target = replace(await probe(origins, model, headers), api=api, ignore_eos=lengths != "capped")
         natural = lengths == "natural" or (lengths == "auto" and target.owned_by == OWNER)
         if natural != plan.natural:
             fixed = schedule.build(loaded.rows, promised, replace(plan, natural=natural))
         contract_file.keep(promised, contract, events)
-        message(_opening(loaded, fixed, target, natural))
+        message(_opening(loaded, fixed, target, "natural" if natural else "forced" if target.ignore_eos else "capped"))
         return await _drive(
             Replay(fixed, promised, target, events, drain_ns=drain_ns, seed=seed, receipts=control), events
         )
 
     _raise_descriptor_limit()
     tally = _loop_runner()(run())
-    _finish(tally, replay_report.report(tally, fixed, promised), format)
+    forced = lengths != "capped" and fixed.requests[0].stop_after is None
+    _finish(tally, replay_report.report(tally, fixed, promised), format, forced)
 
 
 def _contract(path: Path | None, goodput: str | None) -> Contract:
@@ -189,16 +191,16 @@ def _progress(running: Replay) -> None:
     sys.stderr.flush()
 
 
-def _opening(loaded: traces.Trace, fixed: schedule.Schedule, target: Target, natural: bool) -> str:
+def _opening(loaded: traces.Trace, fixed: schedule.Schedule, target: Target, lengths: str) -> str:
     rate = f"{fixed.mean_rate:.4g} req/s" if fixed.mean_rate is not None else "all at once"
     return (
         f"replaying {len(fixed.requests)} requests of {loaded.source} ({loaded.format}) over "
         f"{fixed.span_ns / NS_PER_S:.3f}s, {rate}, to {', '.join(str(origin) for origin in target.origins)}; "
-        f"lengths {'natural' if natural else 'forced'}"
+        f"lengths {lengths}"
     )
 
 
-def _finish(tally: Tally, row: dict[str, Any], format: str) -> None:
+def _finish(tally: Tally, row: dict[str, Any], format: str, forced: bool) -> None:
     _print_one(row, format)
     if row["invalid_reason"]:
         message(f"this run is not valid: {row['invalid_reason']}")
@@ -214,6 +216,8 @@ def _finish(tally: Tally, row: dict[str, Any], format: str) -> None:
         raise typer.Exit(130)
     if tally.ended and tally.outcomes["failed"] == tally.ended and not tally.unfinished:
         message("every request failed")
+        if forced and tally.reasons["failed(http_error)"] == tally.ended:
+            message("forced lengths send ignore_eos, which some servers refuse: --lengths capped does without")
         raise typer.Exit(1)
 
 

@@ -3,7 +3,8 @@
 Lengths. Towards the reference server an answer has a natural end after the trace's output length (`stop_after`)
 under a cap (`max_tokens`) that is drawn without looking at it, so that some answers are really capped and their
 length is really unknown. Towards other servers the only way to a length is `ignore_eos` with a cap equal to it;
-such rows carry `length_forced`, since their lengths say nothing about when the model would have stopped.
+such rows carry `length_forced`, since their lengths say nothing about when the model would have stopped. Servers
+that refuse unknown fields get the cap alone (`capped`); answers may then end before it, and are marked all the same.
 
 Caps, where the trace gives none: with the trace's own output lengths, 5 % of the requests get their p50 as cap,
 15 % their p90, 30 % their p99 and 50 % twice their maximum. So about 5 %·½ + 15 %·⅒ + 30 %·¹⁄₁₀₀ = 4.3 % of the
@@ -24,7 +25,7 @@ from sloscope.definitions import nearest_rank
 from sloscope.errors import ConfigError, ContractError
 from sloscope.units import NS_PER_S, parse_duration_ns
 
-LENGTHS = ("auto", "natural", "forced")
+LENGTHS = ("auto", "natural", "forced", "capped")
 # Share of requests → which cap. Doubling the maximum never caps.
 _CAP_SHARES = ((0.05, 500), (0.20, 900), (0.50, 990))
 

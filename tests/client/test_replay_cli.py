@@ -52,6 +52,28 @@ def test_another_server_is_replayed_with_forced_lengths(tmp_path: Path) -> None:
     assert "ttft_intended_p50_s" in done.stdout
 
 
+def test_a_server_that_refuses_ignore_eos_is_replayed_with_caps_alone(
+    tmp_path: Path, recorded: Callable[[Path], Records]
+) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if "ignore_eos" in asked.json:
+            await reply.json(422, {"detail": "Unexpected fields in the request: {'ignore_eos'}"})
+        else:
+            await tokens(4)(asked, reply)
+
+    with SseServer(script, owned_by="local") as server:
+        forced = sloscope(TEN, "--url", server.url, "--events", str(tmp_path / "forced"), *GOODPUT)
+        capped = sloscope(
+            TEN, "--url", server.url, "--events", str(tmp_path / "capped"), *GOODPUT, "--lengths", "capped"
+        )
+    assert forced.returncode == 1 and "--lengths capped does without" in forced.stderr
+    assert capped.returncode == 0 and "lengths capped" in capped.stderr
+    assert {asked.json["max_tokens"] for asked in server.asked[10:]} == {4}
+    records = recorded(tmp_path / "capped")
+    assert [end["outcome"] for end in records["end"]] == ["completed"] * 10
+    assert all(begin["labels"] == {"length_forced": True} for begin in records["begin"])
+
+
 def test_a_dead_upstream_is_one_line_and_exit_2_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with SseServer(tokens(1)) as server:
         url = server.url
