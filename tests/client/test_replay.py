@@ -122,6 +122,23 @@ def test_no_request_leaves_early_and_t0_is_the_first_arrival(tmp_path: Path, rec
     assert [after - before for before, after in pairwise(intended)] == [4 * MS] * 99
 
 
+def test_a_receipt_sends_what_is_due_when_the_timer_is_late(tmp_path: Path) -> None:
+    fixed = build([TraceRow(0, 5, 8, 1), TraceRow(300 * MS, 5, 8, 2)], CONTRACT, Plan())
+
+    def lose_the_timer(loop: asyncio.AbstractEventLoop, running: Replay) -> None:
+        def lose() -> None:
+            assert running.tally.sent == 1 and running._timer is not None
+            running._timer.cancel()
+            loop.call_later(5, running.interrupt)  # or a failure would hang
+
+        loop.call_later(0.25, lose)
+
+    # The first answer brings an event every 20 ms for 600 ms; nothing else can send the second request.
+    tally, _ = run(fixed, tokens(30, gap_s=0.02), tmp_path, meanwhile=lose_the_timer)
+    assert tally.sent == 2 and not tally.interrupted
+    assert 0 <= tally.dispatch_lag_ns[1] < 100 * MS
+
+
 def test_a_server_that_stalls_two_seconds_is_seen_whole_because_nothing_waits_for_it(tmp_path: Path) -> None:
     async def script(asked: Asked, reply: Reply) -> None:
         if asked.number == 50:
