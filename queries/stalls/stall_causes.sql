@@ -1,6 +1,6 @@
 -- question: What was the engine doing while its own gap was late?
 -- grain: one row per late gap whose verdict is decoder_stall or mixed
--- inputs: judged_holds, run_steps, step_requests, states
+-- inputs: judged_holds, run_steps, step_requests, states, numbers
 -- outputs:
 --   request_id           varchar  -
 --   ordinal              bigint   -
@@ -120,28 +120,53 @@ state_times as (
     group by stalls.stall
 ),
 
+numbers as (
+    select n
+    from numbers
+),
+
+-- Every tenth of a second that a stall touches: joined by equality, a step meets only the stalls near it.
+stall_tenths as (
+    select
+        stalls.stall,
+        stalls.emit_prev_ns // 100000000 + numbers.n as tenth
+    from stalls
+    inner join numbers on numbers.n <= stalls.emit_at_ns // 100000000 - stalls.emit_prev_ns // 100000000
+),
+
+step_tenths as (
+    select
+        run_steps.*,
+        end_ns // 100000000 as tenth
+    from run_steps
+),
+
 overlapping as (
     select
         stalls.stall,
-        run_steps.*,
-        case when coalesce(own_steps.is_prefill, 0) = 1 then 0 else run_steps.prefill_ns end as others_prefill_ns,
-        own_steps.request_id is null and run_steps.kv_blocks_free = 0 as is_kv_wait,
+        step_tenths.*,
+        case when coalesce(own_steps.is_prefill, 0) = 1 then 0 else step_tenths.prefill_ns end as others_prefill_ns,
+        own_steps.request_id is null and step_tenths.kv_blocks_free = 0 as is_kv_wait,
         coalesce(own_steps.is_prefill, 0) = 1 as is_own_prefill,
-        least(coalesce(run_steps.gap_before_ns, 0), greatest(run_steps.start_ns - stalls.emit_prev_ns, 0)) as host_gap_ns,
+        least(
+            coalesce(step_tenths.gap_before_ns, 0), greatest(step_tenths.start_ns - stalls.emit_prev_ns, 0)
+        ) as host_gap_ns,
         row_number() over (
             partition by stalls.stall
-            order by run_steps.duration_ns desc, run_steps.step_id
+            order by step_tenths.duration_ns desc, step_tenths.step_id
         ) as place
     from stalls
-    inner join run_steps
+    inner join stall_tenths on stalls.stall = stall_tenths.stall
+    inner join step_tenths
         on
-            stalls.engine_clock_id = run_steps.clock_id
-            and run_steps.end_ns > stalls.emit_prev_ns
-            and run_steps.end_ns <= stalls.emit_at_ns
+            stalls.engine_clock_id = step_tenths.clock_id
+            and stall_tenths.tenth = step_tenths.tenth
+            and step_tenths.end_ns > stalls.emit_prev_ns
+            and step_tenths.end_ns <= stalls.emit_at_ns
     left join own_steps
         on
-            run_steps.step_id = own_steps.step_id
-            and run_steps.clock_id = own_steps.clock_id
+            step_tenths.step_id = own_steps.step_id
+            and step_tenths.clock_id = own_steps.clock_id
             and stalls.request_id = own_steps.request_id
 ),
 
