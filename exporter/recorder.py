@@ -108,7 +108,6 @@ class Recorder:
                 lines.append(data)
                 if written is not None:
                     done.append(written)
-                    break  # someone waits: write now
                 if len(lines) >= _BATCH:
                     break
                 try:
@@ -118,8 +117,8 @@ class Recorder:
             closing = item is None
             self._write(lines)
             self._in_hand_ns = 0
-            for callback in done:
-                self._tell(callback)
+            if done:
+                self._tell(done)
 
     def _write(self, lines: list[bytes]) -> None:
         try:
@@ -145,8 +144,12 @@ class Recorder:
             self.last_error = str(error)
         return self._writer
 
-    def _tell(self, callback: Done) -> None:
+    def _tell(self, done: list[Done]) -> None:
+        def call() -> None:
+            for callback in done:
+                callback()
+
         try:
-            self._loop.call_soon_threadsafe(callback)
+            self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             pass  # the loop is closed: nobody waits any more
