@@ -3,9 +3,10 @@
 -- inputs: cohort, judged_holds, run_window
 -- outputs:
 --   request_id       varchar  -
+--   external_id      varchar  -         the caller's own
 --   class            varchar  -
 --   outcome          varchar  -
---   verdict          varchar  -         `none` without a late hold
+--   verdict          varchar  -         `on_time` without a late hold; NULL where is_judged is false
 --   holds            bigint   holds
 --   excess_s         double   seconds   waiting beyond the limit, of every hold
 --   engine_s         double   seconds   the part that the engine owes, of holds with a decomposition
@@ -21,6 +22,7 @@ with
 cohort as (
     select
         request_id,
+        external_id,
         class,
         outcome,
         first_ns,
@@ -76,10 +78,12 @@ by_request as (
 final as (
     select
         cohort.request_id,
+        cohort.external_id,
         cohort.class,
         cohort.outcome,
         case
-            when by_request.request_id is null then 'none'
+            when by_request.request_id is null and cohort.first_ns is not null and cohort.observer <> 'engine'
+                then 'on_time'
             when
                 10 * by_request.engine_ns >= by_request.engine_ns + by_request.delivery_ns
                 and 10 * by_request.delivery_ns >= by_request.engine_ns + by_request.delivery_ns
