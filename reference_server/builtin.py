@@ -8,6 +8,8 @@ load target:
   max_tokens, a stop string or `x-sloscope-stop-after`.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,18 +63,36 @@ def _vocabulary() -> tuple[list[str], list[str], list[int]]:
     return tokens, merges, [ids[f"Ġ{word}"] for word in WORDS] + [ids[mark] for mark in PUNCTUATION]
 
 
-def make_builtin(dtype: torch.dtype = torch.float32, seed: int = SEED) -> Checkpoint:
+@dataclass(frozen=True, slots=True)
+class Size:
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+
+# `builtin` is for tests: an iteration takes about a millisecond. The larger one takes long enough on a CPU that the
+# jitter of a busy machine is small beside it, which a demonstration of gaps needs.
+SIZES = {
+    "builtin": Size(layers=4, hidden=128, heads=4, kv_heads=2, intermediate=384),
+    "builtin-14m": Size(layers=8, hidden=384, heads=6, kv_heads=2, intermediate=1024),
+}
+
+
+def make_builtin(dtype: torch.dtype = torch.float32, seed: int = SEED, name: str = "builtin") -> Checkpoint:
     """The same seed gives the same weights everywhere."""
+    size = SIZES[name]
     tokens, merges, may_choose = _vocabulary()
     control_ids = frozenset(range(len(CONTROL_TOKENS)))
     eos_ids = find_end_tokens(tokens, control_ids, None)
     config = ModelConfig(
-        layers=4,
-        hidden=128,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        intermediate=384,
+        layers=size.layers,
+        hidden=size.hidden,
+        heads=size.heads,
+        kv_heads=size.kv_heads,
+        head_dim=size.hidden // size.heads,
+        intermediate=size.intermediate,
         vocab=len(tokens),
         rope_theta=10_000.0,
         norm_eps=1e-5,

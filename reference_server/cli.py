@@ -33,7 +33,7 @@ LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 
 @app.command()
 def serve(
-    model: str = typer.Option("builtin", help="builtin, smollm2 or the path of a GGUF file."),
+    model: str = typer.Option("builtin", help="builtin, builtin-14m, smollm2 or the path of a GGUF file."),
     listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; port 0 takes a free one."),
     events: Path | None = typer.Option(None, help="Events directory for the journal; without it nothing is recorded."),
     contract: Path | None = typer.Option(None, help="SLO contract (TOML); unknown classes are then refused."),
@@ -190,6 +190,8 @@ async def _serve(
     gc.freeze()
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
+    if serving.done():
+        await _took(serving, f"{host}:{port}")
     message(f"serving {front_end.model} on http://{f'[{host}]' if ':' in host else host}:{port}")
     lost = front_end.engine.lost
     await _first_of(signalled.wait(), lost.wait(), serving)
@@ -210,6 +212,15 @@ async def _serve(
     for task in background:
         task.cancel()
     return 1 if lost.is_set() else 0
+
+
+async def _took(serving: asyncio.Task[None], address: str) -> None:
+    """Why the server did not start to listen."""
+    try:
+        await serving
+    except OSError as error:
+        # Someone else began to listen between our bind and now.
+        raise ConfigError(f"--listen: {address!r}: {error.strerror}; accepted: a free address of this host") from None
 
 
 async def _idle(front_end: FrontEnd) -> None:

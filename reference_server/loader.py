@@ -13,7 +13,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_checkpoint(source: ModelSource, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    return make_builtin(dtype) if source.path is None else read_gguf(source.path, dtype)
+    return make_builtin(dtype, name=source.name) if source.path is None else read_gguf(source.path, dtype)
 
 
 def make_runner(

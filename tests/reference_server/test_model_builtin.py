@@ -4,7 +4,8 @@ import time
 
 import torch
 
-from reference_server.builtin import make_builtin
+from reference_server.builtin import SIZES, make_builtin
+from reference_server.model_store import BUILTIN
 from reference_server.loader import make_runner
 from reference_server.sampler import sample
 from reference_server.step_types import SamplingParams, StepItem
@@ -65,3 +66,9 @@ def test_it_is_made_in_under_a_second() -> None:
     start = time.process_time()
     make_runner(make_builtin(), slots=64)
     assert time.process_time() - start < 1.0
+
+
+def test_every_built_in_name_has_a_shape() -> None:
+    assert tuple(SIZES) == BUILTIN
+    parameters = sum(tensor.numel() for tensor in make_builtin(name="builtin-14m").state.values())
+    assert 13_000_000 < parameters < 16_000_000

@@ -113,12 +113,14 @@ def test_names_resolve_to_builtin_cache_or_path(tmp_path: Path, monkeypatch: pyt
     assert resolve_model(str(own)) == ("own-model", own)
     with pytest.raises(ModelFileError, match="model 'smollm2': not fetched yet; run: sloscope model get smollm2"):
         resolve_model("smollm2")
-    with pytest.raises(ModelFileError, match="'gpt5': no such file; accepted: builtin, smollm2 or the path"):
+    with pytest.raises(
+        ModelFileError, match="'gpt5': no such file; accepted: builtin, builtin-14m, smollm2 or the path"
+    ):
         resolve_model("gpt5")
 
 
 def test_the_list_says_what_is_present_and_where(tmp_path: Path) -> None:
-    builtin, smollm2 = list_models(tmp_path)
+    builtin, _, smollm2 = list_models(tmp_path)
     assert (builtin.name, builtin.size_bytes, builtin.present) == ("builtin", None, True)
     assert (smollm2.name, smollm2.licence, smollm2.size_bytes) == ("smollm2", "Apache-2.0", 98_362_432)
     assert smollm2.where.startswith(str(tmp_path)) and not smollm2.present
