@@ -202,7 +202,7 @@ def classify_end(end: StreamEnd) -> Ended:
         return Ended("failed", "rejected")
     if status in (408, 504):
         return Ended("failed", "timeout")
-    if status is not None and status >= 400:
+    if status is not None and status >= 300:
         return Ended("failed", "http_error")
     if end.error is not None or any(reason in _FAILING_FINISH for reason in end.finishes.values()):
         return Ended("failed", "in_band_error")

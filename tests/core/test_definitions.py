@@ -108,6 +108,7 @@ def test_summary_identities_hold_on_random_receipts(stamps: list[int], data: st.
         (d.StreamEnd(429), ("failed", "rejected")),
         (d.StreamEnd(503), ("failed", "rejected")),
         (d.StreamEnd(500), ("failed", "http_error")),
+        (d.StreamEnd(307), ("failed", "http_error")),  # a redirect that nobody followed
         (d.StreamEnd(504), ("failed", "timeout")),
         (d.StreamEnd(transport="connect_error"), ("failed", "connect_error")),
         (d.StreamEnd(200, transport="reset", events=2), ("failed", "upstream_reset")),
