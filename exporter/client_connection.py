@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from exporter import http1
 from exporter.exchange import Exchange, reset_on_close
-from exporter.http1 import MessageError
+from exporter.framing import MessageError
 
 if TYPE_CHECKING:
     from exporter.data_plane import DataPlane
@@ -60,7 +60,7 @@ class ClientConnection(asyncio.Protocol):
             if not data:
                 return
         if not self._buffer:
-            self._arrived_ns = now
+            self._arrived_ns = self.since_ns = now
         searched = len(self._buffer)
         self._buffer += data
         if self.exchange is None:

@@ -19,7 +19,7 @@ import uvloop
 
 from exporter import recorder as recorder_module
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
-from exporter.observation import PROBLEMS, Watch
+from exporter.observation import PROBLEMS, Observation, Watch
 from exporter.recorder import Recorder
 from exporter.settings import Settings, parse_upstream, tls_context
 from exporter.upstream import Pool, Upstreams
@@ -29,6 +29,7 @@ from sloscope.journal import JournalWriter
 from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
+_FLUSHES_A_TURN = 32
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
 
 
@@ -71,7 +72,7 @@ class DataPlane:
         if lag > 0:
             self.watch.loop_was_late(lag)
         try:
-            self.watch.flush(now)
+            self._flush(self.watch.due(now))
             if now >= self._second_due_ns:
                 self._second_due_ns = now + NS_PER_S
                 self._sweep(now)
@@ -79,6 +80,16 @@ class DataPlane:
             self.observer_failed(error)
         self._tick_due_ns = self.clock.monotonic_ns() + TICK_NS
         self.loop.call_later(TICK_NS / 1e9, self._tick)
+
+    def _flush(self, due: list[Observation]) -> None:
+        """Writes batches, a few in a turn of the loop: streams that began together are all due at once."""
+        for observation in due[:_FLUSHES_A_TURN]:
+            try:
+                observation.flush()
+            except Exception as error:
+                self.observer_failed(error)
+        if len(due) > _FLUSHES_A_TURN:
+            self.loop.call_soon(self._flush, due[_FLUSHES_A_TURN:])
 
     def _sweep(self, now: int) -> None:
         """Once a second: connections that nobody uses."""

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from exporter import http1
-from exporter.http1 import Body, MessageError, RequestHead, ResponseHead
+from exporter.framing import Body, Chunked, MessageError, Sized, UntilClose
+from exporter.http1 import RequestHead, ResponseHead
 from exporter.observation import Observation
 from exporter.settings import is_observed
 from exporter.upstream import Pool, UpstreamConnection
@@ -43,7 +44,7 @@ class Exchange:
 
         # The request on its way up. `_raw` is what was not sent, or what could be sent once more.
         limit = plane.settings.inspect_limit
-        declared = head.body.left if isinstance(head.body, http1.Sized) else 0
+        declared = head.body.left if isinstance(head.body, Sized) else 0
         self._gathering = self._observation is not None and declared <= limit
         self._raw: list[bytes] = []
         self._raw_bytes = 0
@@ -246,10 +247,10 @@ class Exchange:
     def _start_response(self, response: ResponseHead, now: int) -> None:
         self._response, self._body = response, response.body
         self._raw = []
-        is_chunked = isinstance(response.body, http1.Chunked)
+        is_chunked = isinstance(response.body, Chunked)
         # HTTP/1.0 has no chunks: its client gets the payload until the connection ends.
         self._dechunk = is_chunked and self._head.version == "1.0"
-        endless = self._dechunk or isinstance(response.body, http1.UntilClose)
+        endless = self._dechunk or isinstance(response.body, UntilClose)
         self._client.must_close |= endless or not self._head.keep_alive or not self.request_complete
         head = http1.encode_response(
             response, self._id_header, is_chunked and not self._dechunk, self._client.closes_next
@@ -360,7 +361,7 @@ class Exchange:
 
     def _break_off(self, transport: str) -> None:
         """The response stops short. Its client must be able to see that."""
-        endless = self._dechunk or isinstance(self._body, http1.UntilClose)
+        endless = self._dechunk or isinstance(self._body, UntilClose)
         self._end_observation(transport)
         self._close(keep_upstream=False)
         if endless:

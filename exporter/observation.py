@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import orjson
 
 from exporter.families import Labels, ReceiptFamilies, known_event_tokens
 from exporter.recorder import Done, Recorder
+from exporter.seen_ids import SeenIds
 from exporter.settings import Settings
 from sloscope import records
 from sloscope.clock import Clock
@@ -28,25 +28,7 @@ _TYPE = {name: position for position, name in enumerate(OUTPUT_TYPES)}
 _MAX_TEXT = 200
 _MAX_EXPANSION = 8 << 20  # bytes that one read of compressed body may become
 _MAX_CHOICES = 1024
-_REMEMBERED_IDS = 100_000
 PROBLEMS = "sloscope_parse_problems_total"
-
-
-class SeenIds:
-    """The latest request ids, so that a repeated one is not believed."""
-
-    def __init__(self, size: int = _REMEMBERED_IDS) -> None:
-        self._ids: OrderedDict[str, None] = OrderedDict()
-        self._size = size
-
-    def claim(self, request_id: str) -> bool:
-        """True, once, for a well-formed id that was not claimed lately."""
-        if not is_request_id(request_id) or request_id in self._ids:
-            return False
-        self._ids[request_id] = None
-        if len(self._ids) > self._size:
-            self._ids.popitem(last=False)
-        return True
 
 
 class Watch:
@@ -68,11 +50,9 @@ class Watch:
     def problem(self, name: str) -> None:
         self.store.inc(PROBLEMS, 1, (name,))
 
-    def flush(self, now: int, everything: bool = False) -> None:
-        """Writes the batches that are due."""
-        for observation in self.active.values():
-            if observation.pending_since and (everything or now - observation.pending_since >= FLUSH_NS):
-                observation.flush()
+    def due(self, now: int) -> list[Observation]:
+        """Whose batch is old enough to be written."""
+        return [each for each in self.active.values() if each.pending_since and now - each.pending_since >= FLUSH_NS]
 
     def loop_was_late(self, lag_ns: int) -> None:
         for observation in self.active.values():
@@ -314,7 +294,11 @@ class Observation:
         if not self._begun:
             self.begin(None, None, "", None)
         self.watch.active.pop(self.request_id, None)
-        self._finish_body(body_complete, end_ns)
+        try:
+            self._finish_body(body_complete)
+        except Exception:  # a body that breaks its parser still belongs to a request that has to end
+            self.watch.problem("observer_error")
+            self._opaque = True
         events = len(self._t_ns)
         end = classify_end(
             StreamEnd(
@@ -361,7 +345,7 @@ class Observation:
         )
         self._count_problems()
 
-    def _finish_body(self, body_complete: bool, end_ns: int) -> None:
+    def _finish_body(self, body_complete: bool) -> None:
         if self._decoder is not None:
             for event in self._decoder.finish():
                 self._event(event, *self._last_read)

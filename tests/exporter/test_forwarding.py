@@ -261,7 +261,7 @@ def test_when_the_client_leaves_the_upstream_connection_is_closed(tmp_path: Path
             writer = _server_side(b)
             client.writer.close()
             await b.until(lambda: writer() == [])
-            assert loop.time() - left_at < 0.5
+            assert loop.time() - left_at < 2
             assert await b.end() == ("cancelled", "disconnect")
             assert b.total("sloscope_upstream_inflight_requests") == 0
 
@@ -296,7 +296,7 @@ def test_the_upstream_sees_the_client_leave(tmp_path: Path) -> None:
             left_at = asyncio.get_running_loop().time()
             client.writer.close()
             await b.until(lambda: seen_closed)
-            assert seen_closed[0] - left_at < 0.5
+            assert seen_closed[0] - left_at < 2
         server.close()
 
     run(test())

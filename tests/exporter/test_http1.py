@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exporter import http1
-from exporter.http1 import Chunked, MessageError, NoBody, Sized, UntilClose
+from exporter.framing import Chunked, MessageError, NoBody, Sized, UntilClose
 
 RAW = b"5\r\nhello\r\n10;name=value\r\n0123456789abcdef\r\n0\r\nx-trailer: t\r\n\r\n"
 PAYLOAD = b"hello0123456789abcdef"

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from exporter import observation
+from exporter import observation, recorder
 from sloscope.ids import new_request_id
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.exporter.harness import (
@@ -47,7 +47,10 @@ streaming = "optional"
 PROBLEMS = "sloscope_parse_problems_total"
 
 
-def test_begin_is_on_disk_before_the_upstream_gets_its_first_byte(tmp_path: Path) -> None:
+def test_begin_is_on_disk_before_the_upstream_gets_its_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "BEGIN_PATIENCE_S", 10)  # a busy machine may need more than 5 ms
     found: list[list[str]] = []
 
     async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
@@ -79,14 +82,14 @@ def test_a_disk_that_does_not_answer_delays_a_request_by_five_milliseconds_and_i
             flush = writer.flush
 
             def slow_flush() -> bool:
-                time.sleep(0.1)
+                time.sleep(0.5)
                 return flush()
 
             writer.flush = slow_flush  # type: ignore[method-assign]
             began = asyncio.get_running_loop().time()
             answer = await b.ask()
             took = asyncio.get_running_loop().time() - began
-            assert answer.status == 200 and 0.005 <= took < 0.09
+            assert answer.status == 200 and 0.005 <= took < 0.45
             assert b.total("sloscope_journal_late_begins_total") == 1
             assert await b.end() == ("completed", "")  # late, and not lost
 
@@ -100,7 +103,7 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
 
     def slow_loads(data: bytes) -> Any:
         parsed_ns.append(time.monotonic_ns())
-        time.sleep(0.02)
+        time.sleep(0.2)
         return orjson.loads(data)
 
     class Decoder(observation.StreamDecoder):
@@ -116,7 +119,7 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
             (chunks,) = b.records("chunks")
             (received,), (forwarded,) = chunks["t_ns"], chunks["forwarded_ns"]
             assert received <= forwarded <= parsed_ns[0]
-            assert forwarded - received < 15_000_000  # the 20 ms of the parser are not in it
+            assert forwarded - received < 150_000_000  # the 200 ms of the parser are not in it
 
     run(test())
 

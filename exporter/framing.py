@@ -1,0 +1,146 @@
+"""Where the body of an HTTP/1.1 message ends, and what in it is payload. No I/O.
+
+Bodies are forwarded as the bytes that came, so a framing never re-writes them: `feed` says how many of the bytes
+belong to the body and what the payload is.
+"""
+
+from __future__ import annotations
+
+import re
+
+_MAX_CHUNK_LINE = 4096
+_MAX_TRAILER_BYTES = 16 << 10
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+
+
+class MessageError(Exception):
+    """A message that must not be forwarded. `status` is what a client is told."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoBody:
+    complete = True
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        return b"", 0
+
+    def end_of_stream(self) -> bool:
+        return True
+
+
+class Sized:
+    """A body of a declared length."""
+
+    __slots__ = ("complete", "left")
+
+    def __init__(self, length: int) -> None:
+        self.left = length
+        self.complete = length == 0
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Payload and the number of bytes that belong to the body."""
+        if len(data) > self.left:
+            data = data[: self.left]
+        self.left -= len(data)
+        self.complete = self.left == 0
+        return data, len(data)
+
+    def end_of_stream(self) -> bool:
+        """Whether the body may end here."""
+        return self.complete
+
+
+class UntilClose:
+    """A body that the end of the connection ends, as HTTP/1.0 servers send it."""
+
+    __slots__ = ("complete",)
+
+    def __init__(self) -> None:
+        self.complete = False
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        return data, len(data)
+
+    def end_of_stream(self) -> bool:
+        self.complete = True
+        return True
+
+
+class Chunked:
+    """The chunked coding, read strictly: CRLF line ends only, hexadecimal sizes only."""
+
+    __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "complete")
+
+    #   5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n
+    #   line     |---left---|line  |---trailer----|     left counts the CRLF after the data, too
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._left = 0
+        self._line = b""
+        self._in_trailer = False
+        self._trailer_bytes = 0
+
+    def feed(self, data: bytes) -> tuple[bytes, int]:
+        """Payload and the number of bytes that belong to the body. Raises MessageError(400)."""
+        pieces: list[bytes] = []
+        at, size = 0, len(data)
+        while at < size and not self.complete:
+            if self._left:
+                at = self._data(data, at, pieces)
+                continue
+            end = data.find(b"\n", at) + 1
+            if end == 0:
+                self._line += data[at:]
+                at = size
+                if len(self._line) > _MAX_CHUNK_LINE:
+                    raise MessageError(400, "chunked body: a line is longer than 4096 bytes")
+                break
+            line = self._line + data[at:end] if self._line else data[at:end]
+            self._line = b""
+            at = end
+            if self._in_trailer:
+                self._trailer(line)
+            else:
+                self._size(line)
+        return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), at
+
+    def _data(self, data: bytes, at: int, pieces: list[bytes]) -> int:
+        payload = min(self._left - 2, len(data) - at)
+        if payload > 0:
+            pieces.append(data[at : at + payload])
+            self._left -= payload
+            at += payload
+        if self._left <= 2 and at < len(data):
+            ending = b"\r\n"[2 - self._left :]
+            got = data[at : at + self._left]
+            if not ending.startswith(got):
+                raise MessageError(400, "chunked body: a chunk does not end where its size says")
+            self._left -= len(got)
+            at += len(got)
+        return at
+
+    def _size(self, line: bytes) -> None:
+        match = _CHUNK_SIZE.fullmatch(line)
+        if match is None:
+            raise MessageError(400, "chunked body: a chunk size that is not hexadecimal with CRLF")
+        length = int(match[1], 16)
+        if length:
+            self._left = length + 2
+        else:
+            self._in_trailer = True
+
+    def _trailer(self, line: bytes) -> None:
+        self._trailer_bytes += len(line)
+        if not line.endswith(b"\r\n") or self._trailer_bytes > _MAX_TRAILER_BYTES:
+            raise MessageError(400, "chunked body: trailers that are malformed or above 16 KiB")
+        self.complete = line == b"\r\n"
+
+    def end_of_stream(self) -> bool:
+        return self.complete
+
+
+Body = NoBody | Sized | UntilClose | Chunked
