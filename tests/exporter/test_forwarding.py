@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from exporter import data_plane
 from tests.exporter.harness import (
     ASK,
     CHAT,
@@ -517,5 +518,48 @@ def test_a_large_upload_to_an_upstream_that_does_not_read_is_held_back(tmp_path:
             for writer in held:
                 writer.transport.abort()
         server.close()
+
+    run(test())
+
+
+def test_an_answer_that_comes_before_the_whole_request_reaches_the_client(tmp_path: Path) -> None:
+    async def refusing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\n\r\nbig")
+        try:
+            while await reader.read(1 << 20):
+                pass
+        except ConnectionError:
+            pass
+        writer.transport.abort()
+
+    async def test() -> None:
+        server = await asyncio.start_server(refusing, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with bench(tmp_path, answering(), upstreams=(url,)) as b:
+            client = await b.connect()
+            await client.send(b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n" + b"x" * 1000)
+            answer = await client.response()
+            assert (answer.status, answer.body) == (413, b"big")
+            assert answer.header("connection") == "close"
+            assert await client.to_end() == b""
+        server.close()
+
+    run(test())
+
+
+def test_an_idle_client_connection_and_a_head_without_end_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_plane, "HEAD_TIMEOUT_NS", 100_000_000)
+    monkeypatch.setattr(data_plane, "IDLE_TIMEOUT_NS", 100_000_000)
+
+    async def test() -> None:
+        async with bench(tmp_path, answering(STREAM)) as b:
+            idle, slow, served = await b.connect(), await b.connect(), await b.connect()
+            await slow.send(b"GET / HTTP/1.1\r\nhost:")
+            await served.send(request())
+            assert (await served.response()).status == 200
+            assert [await client.to_end() for client in (idle, slow, served)] == [b"", b"", b""]
 
     run(test())
