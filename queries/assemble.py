@@ -179,6 +179,16 @@ class Assembly:
             if isinstance(value, Optional):
                 out[f"{observer}_{field.name}"] = pa.array(value.values, mask=~value.known)
         ends = [_ending(row, observer) for row in self._rows]
+        stream_end = [None if e is None else e - s for s, e in zip(start, end, strict=True)]
+        streaming = self._begin(observer, "streaming")
+        if observer != "engine":
+            # An answer that did not stream leaves no receipts: it was received when it ended.
+            e2e = numbers.e2e_ns
+            for at in np.flatnonzero(~e2e.known).tolist():
+                whole_ns = stream_end[at]
+                if ends[at][0] == "completed" and streaming[at] is False and whole_ns is not None:
+                    e2e.values[at], e2e.known[at] = whole_ns, True
+            out[f"{observer}_e2e_ns"] = pa.array(e2e.values, mask=~e2e.known)
         columns = {
             "observed": self._each(lambda row: observer in row.sides),
             "role": self._begin(observer, "role"),
@@ -187,7 +197,7 @@ class Assembly:
             "end_at_ns": self._side(observer, lambda side: side.end_at_ns),
             "start_ns": start,
             "end_ns": end,
-            "stream_end_ns": [None if e is None else e - s for s, e in zip(start, end, strict=True)],
+            "stream_end_ns": stream_end,
             "events": pa.array(numbers.events, mask=~flat.observed),
             "tokens": tokens,
             "token_source": [None if total is None else total[1] for total in totals],
