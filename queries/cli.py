@@ -1,6 +1,7 @@
 """`sloscope query`, `compact`, `compare` and `sql`."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -185,14 +186,15 @@ def compare(
     check_format(format)
     if a.is_dir() != b.is_dir():
         raise CompareError(f"{a} and {b}: one is a directory, the other is not; accepted: two of the same kind")
-    sides = []
-    for path in (a, b):
-        if path.is_dir():
-            with open_session(path, contract, goodput, "", observer) as session:
-                # Before any work on the data: a refusal should not need a long wait.
-                sides.append((session.meta(name), session.run(name, _params(param)).rows))
+    with ExitStack() as stack:
+        if a.is_dir():
+            sessions = [stack.enter_context(open_session(path, contract, goodput, "", observer)) for path in (a, b)]
+            # Before the work on the data: a refusal should not need a long wait.
+            refuse_unlike(sessions[0].meta(name), sessions[1].meta(name), str(a), str(b))
+            results = [session.run(name, _params(param)) for session in sessions]
+            sides = [(result.meta, result.rows) for result in results]
         else:
-            sides.append(_load(path))
+            sides = [_load(path) for path in (a, b)]
     (meta_a, rows_a), (meta_b, rows_b) = sides
     refuse_unlike(meta_a, meta_b, str(a), str(b))
     print_rows(side_by_side(rows_a, rows_b), format, ["row", "column", "a", "b", "difference"])

@@ -15,7 +15,7 @@ from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.errors import ConfigError
 from sloscope.ids import new_request_id
-from sloscope.journal import JournalWriter, journal_files
+from sloscope.journal import JournalWriter
 from sloscope.lab import REQUESTS, WINDOW_S, LabRequest
 from sloscope.output import message, print_rows
 from sloscope.units import NS_PER_S, format_ns, parse_instant_ns
@@ -124,8 +124,8 @@ def lab(
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sloscope-lab-")))
         else:
             directory = events
-            if directory.is_dir() and journal_files(directory):
-                raise ConfigError(f"--events: {str(directory)!r} has records already; accepted: a new directory")
+            if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+                raise ConfigError(f"--events: {str(directory)!r} is not empty; accepted: a new or empty directory")
         write_journal(directory)
         (directory / "contract.toml").write_text(contracts.preset_text("exercise"), encoding="utf-8")
         verdicts, result = judge(directory, contract, name)

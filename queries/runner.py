@@ -114,8 +114,8 @@ def bound(header: Header, given: Mapping[str, object]) -> dict[str, Any]:
 class Session:
     """One events directory under one contract, observer and window. Not shared between threads: `run` takes a lock.
 
-    `window` is [start, end) in wall ns. Without one it is every whole second from the first arrival to the last, so
-    that a rate divides by the time in which requests could arrive. `observer` None: the contract's own.
+    `window` is [start, end) in wall ns. Without one it is every whole second from the first arrival to the last,
+    warm-up left out, so that a rate divides by the time in which requests could arrive. `observer` None: the contract's own.
     `contract_name` is printed with every result; of a sensitivity run it names the base and what was changed.
     `every_class`: the contract's default class is meant for requests of whatever class, as limits typed on a command
     line are.
@@ -240,6 +240,7 @@ class Session:
 
     def _set_window(self, window: Window | None) -> None:
         self._window_is = "given"
+        self._warmup_from_ns: int | None = None if window is None else window[0]
         if window is None:
             window, self._window_is = self._whole_data()
         if window[1] < window[0]:
@@ -250,15 +251,23 @@ class Session:
             ("window_start_ns", window[0]),
             ("window_end_ns", window[1]),
             ("cut_ns", window[1] + after),
+            ("warmup_from_ns", self._warmup_from_ns),
         ):
             self._connection.execute(f"set variable {name} = ?::bigint", [value])
 
     def _whole_data(self) -> tuple[Window, str]:
-        first, last = self._connection.execute(
-            "select min(arrival_at_ns), max(arrival_at_ns) from requests"
+        """From the first arrival to the last, warm-up left out: its time would thin the rates."""
+        first, last, first_of_all, last_of_all = self._connection.execute(
+            "select min(arrival_at_ns) filter (where not coalesce(warmup, false)), "
+            "max(arrival_at_ns) filter (where not coalesce(warmup, false)), min(arrival_at_ns), max(arrival_at_ns) "
+            "from requests"
         ).fetchall()[0]
-        if first is None or last is None:
+        if first_of_all is None or last_of_all is None:
             return (0, 0), "no requests"
+        # The warm-up before the window is still counted.
+        self._warmup_from_ns = first_of_all
+        if first is None or last is None:
+            return (last_of_all + 1, last_of_all + 1), "nothing but warm-up"
         return (first // NS_PER_S * NS_PER_S, (last // NS_PER_S + 1) * NS_PER_S), "all data, whole seconds"
 
     def refresh(self, window: Window | None = None) -> None:

@@ -107,6 +107,13 @@ def test_results_under_different_rules_are_not_compared(events, tmp_path, change
     assert says.startswith(f"{field}: ") and says.endswith("accepted: results made under the same rules")
 
 
+def test_two_directories_with_different_contracts_are_not_compared(events, tmp_path):
+    other = tmp_path / "other"
+    assert sloscope("lab", "--events", str(other)).returncode == 0
+    assert sloscope("contract", "init", str(other / "contract.toml"), "--preset", "voice", "--force").returncode == 0
+    assert error("compare", str(events), str(other)).startswith("contract_hash: ")
+
+
 def test_a_window_rule_or_quantile_method_that_differs_is_named(events, tmp_path):
     path, other = tmp_path / "a.json", tmp_path / "b.json"
     assert sloscope("query", "goodput", "--events", str(events), "--save", str(path)).returncode == 0

@@ -119,7 +119,7 @@ def test_kept_records_can_be_queried_with_the_contract_saved_beside_them(tmp_pat
     events = tmp_path / "lab"
     assert sloscope("lab", "--events", str(events)).returncode == 0
     again = sloscope("lab", "--events", str(events))
-    assert again.returncode == 2 and "has records already" in again.stderr
+    assert again.returncode == 2 and "is not empty; accepted: a new or empty directory" in again.stderr
     done = sloscope("query", "goodput", "--events", str(events), "--window", "2026-01-01+20s", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["goodput_rps"] == 0.15

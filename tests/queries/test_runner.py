@@ -6,6 +6,7 @@ from queries.lab import START_AT_NS, WINDOW, write_journal
 from queries.runner import Session
 from sloscope.contract import preset
 from sloscope.errors import QueryError
+from tests.queries.cases import session_of
 
 S = 1_000_000_000
 
@@ -24,6 +25,23 @@ def test_without_a_window_all_data_counts_in_whole_seconds(tmp_path):
         assert session.window == (START_AT_NS, START_AT_NS + 15 * S)
         assert session.meta("goodput").window_is == "all data, whole seconds"
         assert session.run("goodput").rows[0]["goodput_rps"] == 3 / 15
+
+
+def test_without_a_window_the_warm_up_takes_no_time_and_is_still_counted():
+    done = {"ttft_ms": 9, "tokens": 1, "outcome": "completed"}
+    rows = [
+        {"id": "warm", "arrival_s": 1.5, "warmup": True, "client": done},
+        {"id": "A", "arrival_s": 10.25, "client": done},
+        {"id": "B", "arrival_s": 13.75, "client": done},
+    ]
+    with session_of({"given": {"requests": rows}}) as session:
+        assert session.window == (10 * S, 14 * S)
+        row = session.run("goodput").rows[0]
+    assert (row["offered"], row["warmup_excluded"], row["goodput_rps"]) == (2, 1, 2 / 4)
+    with session_of({"given": {"requests": rows[:1]}}) as session:
+        assert session.meta("goodput").window_is == "nothing but warm-up"
+        row = session.run("goodput").rows[0]
+    assert (row["offered"], row["warmup_excluded"], row["goodput_rps"]) == (0, 1, None)
 
 
 def test_meta_names_the_rules_under_which_a_result_was_made(lab):
