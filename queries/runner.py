@@ -115,7 +115,8 @@ class Session:
     """One events directory under one contract, observer and window. Not shared between threads: `run` takes a lock.
 
     `window` is [start, end) in wall ns. Without one it is every whole second from the first arrival to the last,
-    warm-up left out, so that a rate divides by the time in which requests could arrive. `observer` None: the contract's own.
+    warm-up left out, so that a rate divides by the time in which requests could arrive. `observer` None: the
+    contract's own.
     `contract_name` is printed with every result; of a sensitivity run it names the base and what was changed.
     `every_class`: the contract's default class is meant for requests of whatever class, as limits typed on a command
     line are.
