@@ -1,5 +1,5 @@
 -- view: Kaplan-Meier curve of output length with its variance, and the competing-risk curves beside it
--- grain: one row per population, grouping, cohort and length at which a request left
+-- grain: one row per population, grouping, part, cohort and length at which a request left
 -- inputs: cohort_lengths
 -- rules: survival is the share of answers longer than `tokens`. At risk at t: entry < t <= exit; events precede
 --   censorings at ties, so who is censored at t still counts there. greenwood is the sum of d / (n (n - d)); it, and the
@@ -15,6 +15,7 @@ moves as (
     select
         population,
         grouping,
+        part,
         cohort,
         entry_tokens as tokens,
         count(*) as entered,
@@ -23,11 +24,12 @@ moves as (
         0 as losses
     from cohort_lengths
     where exclusion is null
-    group by population, grouping, cohort, entry_tokens
+    group by population, grouping, part, cohort, entry_tokens
     union all
     select
         population,
         grouping,
+        part,
         cohort,
         exit_tokens as tokens,
         0 as entered,
@@ -36,13 +38,14 @@ moves as (
         count(*) filter (where ending in ('failed', 'cancelled')) as losses
     from cohort_lengths
     where exclusion is null
-    group by population, grouping, cohort, exit_tokens
+    group by population, grouping, part, cohort, exit_tokens
 ),
 
 lengths as (
     select
         population,
         grouping,
+        part,
         cohort,
         tokens,
         sum(entered) as entered,
@@ -50,14 +53,14 @@ lengths as (
         sum(events) as events,
         sum(losses) as losses
     from moves
-    group by population, grouping, cohort, tokens
+    group by population, grouping, part, cohort, tokens
 ),
 
 risk_sets as (
     select
         lengths.*,
         sum(entered - left_set) over (
-            partition by population, grouping, cohort
+            partition by population, grouping, part, cohort
             order by tokens
             rows between unbounded preceding and 1 preceding
         ) as at_risk
@@ -68,6 +71,7 @@ left_lengths as (
     select
         population,
         grouping,
+        part,
         cohort,
         tokens,
         cast(at_risk as bigint) as at_risk,
@@ -92,7 +96,7 @@ sums as (
         sum(case when events + losses = at_risk then 1 else 0 end) over so_far as left_all
     from left_lengths
     window so_far as (
-        partition by population, grouping, cohort
+        partition by population, grouping, part, cohort
         order by tokens
         rows between unbounded preceding and current row
     )
@@ -110,7 +114,7 @@ curves as (
 with_free_before as (
     select
         curves.*,
-        coalesce(lag(free) over (partition by population, grouping, cohort order by tokens), 1e0) as free_before
+        coalesce(lag(free) over (partition by population, grouping, part, cohort order by tokens), 1e0) as free_before
     from curves
 ),
 
@@ -118,6 +122,7 @@ final as (
     select
         population,
         grouping,
+        part,
         cohort,
         tokens,
         at_risk,
@@ -135,17 +140,17 @@ final as (
                 then pow(survival, exp(1.959963984540054e0 * sqrt(greenwood) / ln(survival)))
         end as survival_high,
         sum(free_before * events / at_risk) over (
-            partition by population, grouping, cohort
+            partition by population, grouping, part, cohort
             order by tokens
             rows between unbounded preceding and current row
         ) as end_incidence,
         sum(free_before * losses / at_risk) over (
-            partition by population, grouping, cohort
+            partition by population, grouping, part, cohort
             order by tokens
             rows between unbounded preceding and current row
         ) as loss_incidence,
-        lead(tokens) over (partition by population, grouping, cohort order by tokens) as next_tokens,
-        max(tokens) over (partition by population, grouping, cohort) as largest_tokens
+        lead(tokens) over (partition by population, grouping, part, cohort order by tokens) as next_tokens,
+        max(tokens) over (partition by population, grouping, part, cohort) as largest_tokens
     from with_free_before
 )
 

@@ -45,7 +45,7 @@ length_curves as (
         least(largest_tokens, coalesce(cast($cap as bigint), largest_tokens)) as horizon_tokens,
         cast($until as bigint) as until_tokens
     from length_curves
-    where grouping = $by and population = $population
+    where grouping = $by and population = $population and part = 'whole'
 ),
 
 starts as (

@@ -50,7 +50,7 @@ cohort_lengths as (
         exclusion,
         token_source
     from cohort_lengths
-    where grouping = $by and population = $population
+    where grouping = $by and population = $population and part = 'whole'
 ),
 
 length_curves as (
@@ -66,7 +66,7 @@ length_curves as (
         largest_tokens,
         least(largest_tokens, coalesce(cast($cap as bigint), largest_tokens)) as horizon_tokens
     from length_curves
-    where grouping = $by and population = $population
+    where grouping = $by and population = $population and part = 'whole'
 ),
 
 counted as (

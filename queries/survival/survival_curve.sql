@@ -37,7 +37,7 @@ length_curves as (
         end_incidence,
         loss_incidence
     from length_curves
-    where grouping = $by and population = $population
+    where grouping = $by and population = $population and part = 'whole'
 ),
 
 final as (
