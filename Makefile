@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-MODEL ?= builtin
+MODEL ?= builtin-14m
 TRACE ?=
 export OMP_NUM_THREADS ?= 1
 

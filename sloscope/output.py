@@ -14,6 +14,7 @@ from rich.table import Table
 from sloscope.errors import ConfigError
 
 FORMATS = ("table", "json", "csv")
+UPRIGHT_ABOVE = 8  # columns
 FORMAT_HELP = "How rows are printed: table, json (a list of objects) or csv."
 
 Row = Mapping[str, Any]
@@ -47,6 +48,10 @@ def print_rows(
 
 def _print_table(rows: Sequence[Row], columns: Sequence[str], title: str) -> None:
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
+    if len(rows) == 1 and len(columns) > UPRIGHT_ABOVE:
+        # One wide row reads better upright, a line per column.
+        rows = [{"": name, "value": rows[0].get(name)} for name in columns]
+        columns = ["", "value"]
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         numeric = any(isinstance(row.get(name), (int, float)) for row in rows)

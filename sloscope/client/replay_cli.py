@@ -39,6 +39,9 @@ def replay(
     rate: float | None = typer.Option(None, "--rate", help="Scale arrivals to this mean rate, requests/s."),
     speedup: float | None = typer.Option(None, "--speedup", help="Divide every gap by this."),
     scale_lengths: float = typer.Option(1.0, "--scale-lengths", help="Multiply prompt and output lengths."),
+    scale_prompts: float | None = typer.Option(
+        None, "--scale-prompts", help="Multiply prompt lengths by this instead; pairs stay together."
+    ),
     limit: int | None = typer.Option(None, "--limit", help="Only the first N rows."),
     seed: int = typer.Option(0, "--seed", help="For synthetic rows, caps, tenants, cancels and prompts."),
     warmup: str = typer.Option("0", "--warmup", help="Rows flagged as warm-up: a number, or a duration such as 30s."),
@@ -80,6 +83,7 @@ def replay(
         rate=rate,
         speedup=speedup,
         scale_lengths=scale_lengths,
+        scale_prompts=scale_prompts,
         limit=limit,
         seed=seed,
         warmup=warmup,
@@ -107,7 +111,9 @@ def replay(
         if natural != plan.natural:
             fixed = schedule.build(loaded.rows, promised, replace(plan, natural=natural))
         contract_file.keep(promised, contract, events)
-        message(_opening(loaded, fixed, target, "natural" if natural else "forced" if target.ignore_eos else "capped"))
+        message(
+            _opening(loaded, fixed, target, "natural" if natural else "forced" if target.ignore_eos else "capped", plan)
+        )
         return await _drive(
             Replay(fixed, promised, target, events, drain_ns=drain_ns, seed=seed, receipts=control), events
         )
@@ -191,12 +197,27 @@ def _progress(running: Replay) -> None:
     sys.stderr.flush()
 
 
-def _opening(loaded: traces.Trace, fixed: schedule.Schedule, target: Target, lengths: str) -> str:
+def _scaling(plan: schedule.Plan) -> str:
+    """What was done to the trace, for people: a scaled replay is not the trace."""
+    prompts = plan.scale_lengths if plan.scale_prompts is None else plan.scale_prompts
+    said = [
+        f"{name} × {factor:g}"
+        for name, factor in (("prompts", prompts), ("answers", plan.scale_lengths))
+        if factor != 1
+    ]
+    if plan.rate is not None:
+        said.append(f"arrivals scaled to {plan.rate:g} req/s")
+    if plan.speedup is not None:
+        said.append(f"arrivals × {plan.speedup:g}")
+    return f"; scaled: {', '.join(said)}" if said else ""
+
+
+def _opening(loaded: traces.Trace, fixed: schedule.Schedule, target: Target, lengths: str, plan: schedule.Plan) -> str:
     rate = f"{fixed.mean_rate:.4g} req/s" if fixed.mean_rate is not None else "all at once"
     return (
         f"replaying {len(fixed.requests)} requests of {loaded.source} ({loaded.format}) over "
         f"{fixed.span_ns / NS_PER_S:.3f}s, {rate}, to {', '.join(str(origin) for origin in target.origins)}; "
-        f"lengths {lengths}"
+        f"lengths {lengths}{_scaling(plan)}"
     )
 
 

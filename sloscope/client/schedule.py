@@ -37,6 +37,7 @@ class Plan:
     rate: float | None = None  # mean requests per second
     speedup: float | None = None  # 2 halves every gap
     scale_lengths: float = 1.0
+    scale_prompts: float | None = None  # in place of scale_lengths, for the prompt of each pair
     limit: int | None = None
     seed: int = 0
     warmup: str = "0"  # a number of requests, or a duration from the first arrival
@@ -98,6 +99,7 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
         random.Random(f"{plan.seed}:{name}") for name in ("caps", "tenants", "cancels", "texts")
     )
     lengths = Fraction(str(plan.scale_lengths))
+    prompts = lengths if plan.scale_prompts is None else Fraction(str(plan.scale_prompts))
     outputs = sorted(_scaled(row.output_tokens, lengths) for row in rows)
     ladder = [(share, outputs[nearest_rank(permille, len(outputs)) - 1]) for share, permille in _CAP_SHARES]
     classes: dict[str, Resolved] = {}
@@ -116,7 +118,7 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
         requests.append(
             Planned(
                 offset_ns=offset,
-                prompt_tokens=_scaled(row.prompt_tokens, lengths),
+                prompt_tokens=_scaled(row.prompt_tokens, prompts),
                 output_tokens=output,
                 max_tokens=(_scaled(row.max_tokens, lengths) if row.max_tokens else cap) if plan.natural else output,
                 stop_after=output if plan.natural else None,
@@ -134,7 +136,12 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
 def _check(plan: Plan) -> None:
     if plan.rate is not None and plan.speedup is not None:
         raise ConfigError("--speedup: not together with --rate; accepted: one of the two")
-    for name, value in (("--rate", plan.rate), ("--speedup", plan.speedup), ("--scale-lengths", plan.scale_lengths)):
+    for name, value in (
+        ("--rate", plan.rate),
+        ("--speedup", plan.speedup),
+        ("--scale-lengths", plan.scale_lengths),
+        ("--scale-prompts", plan.scale_prompts),
+    ):
         if value is not None and not 0 < value < 1e6:
             raise ConfigError(f"{name}: {value!r} is not accepted; accepted: a number above 0")
     if plan.limit is not None and plan.limit < 1:

@@ -40,6 +40,13 @@ def test_a_speedup_divides_every_gap() -> None:
     assert offsets(Plan(speedup=2.5)) == [0, 400_000_000, 1_600_000_000]  # 1/2.5, 4/2.5 s
 
 
+def test_prompts_can_be_scaled_apart_and_pairs_stay_together() -> None:
+    plain = build(ROWS, CONTRACT, Plan(scale_lengths=0.5)).requests
+    short = build(ROWS, CONTRACT, Plan(scale_lengths=0.5, scale_prompts=0.1)).requests
+    assert [r.stop_after for r in short] == [r.stop_after for r in plain]
+    assert [r.prompt_tokens for r in short] == [max(1, round(row.prompt_tokens / 10)) for row in ROWS]
+
+
 def test_lengths_scale_together_and_never_below_one_token() -> None:
     fixed = build(ROWS, CONTRACT, Plan(scale_lengths=0.05))
     # 100, 200, 300 → 5, 10, 15; 10, 20, 31 → 0.5, 1, 1.55, half up: 1, 1, 2
@@ -123,6 +130,7 @@ def test_a_tenant_that_would_end_a_header_line_is_refused() -> None:
         Plan(speedup=-1.0),
         Plan(rate=float("nan")),
         Plan(scale_lengths=0.0),
+        Plan(scale_prompts=-1.0),
         Plan(limit=0),
         Plan(cancel_rate=1.5),
         Plan(warmup="soon"),
