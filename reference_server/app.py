@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: FastAPI) -> Server:
+def make_server(app: FastAPI, backlog: int) -> Server:
     return Server(
         uvicorn.Config(
             app,
@@ -69,7 +69,7 @@ def make_server(app: FastAPI) -> Server:
             log_level="warning",
             access_log=False,
             server_header=False,
-            backlog=2048,
+            backlog=backlog,
             timeout_graceful_shutdown=5,
         )
     )

@@ -28,6 +28,7 @@ from sloscope.units import NS_PER_S, parse_address, parse_duration_ns
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 ENGINE_EXIT_S = 5.0
 MIN_CONTEXT = 16
+BACKLOG = 2048
 LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 
 
@@ -115,8 +116,12 @@ def _bind(listen: str, send_buffer: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"--listen: {listen!r}: {error.strerror}; accepted: a free address of this host") from None
+        raise _not_free(listen, error) from None
     return sock
+
+
+def _not_free(address: str, error: OSError) -> ConfigError:
+    return ConfigError(f"--listen: {address!r}: {error.strerror}; accepted: a free address of this host")
 
 
 class EngineProcess:
@@ -182,7 +187,12 @@ async def _serve(
     drain_s: float,
 ) -> int:
     host, port = sock.getsockname()[:2]
-    server = make_server(make_app(front_end))
+    try:
+        # Someone may have begun to listen since our bind, and uvloop would not say so.
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise _not_free(f"{host}:{port}", error) from None
+    server = make_server(make_app(front_end), BACKLOG)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     background = [asyncio.create_task(front_end.tend_journal()), asyncio.create_task(front_end.probe_loop())]
     # What is alive now stays: collections in mid-run walk the requests only.
@@ -190,8 +200,6 @@ async def _serve(
     gc.freeze()
     while not server.started and not serving.done():
         await asyncio.sleep(0.005)
-    if serving.done():
-        await _took(serving, f"{host}:{port}")
     message(f"serving {front_end.model} on http://{f'[{host}]' if ':' in host else host}:{port}")
     lost = front_end.engine.lost
     await _first_of(signalled.wait(), lost.wait(), serving)
@@ -212,15 +220,6 @@ async def _serve(
     for task in background:
         task.cancel()
     return 1 if lost.is_set() else 0
-
-
-async def _took(serving: asyncio.Task[None], address: str) -> None:
-    """Why the server did not start to listen."""
-    try:
-        await serving
-    except OSError as error:
-        # Someone else began to listen between our bind and now.
-        raise ConfigError(f"--listen: {address!r}: {error.strerror}; accepted: a free address of this host") from None
 
 
 async def _idle(front_end: FrontEnd) -> None:

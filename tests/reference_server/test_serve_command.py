@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from reference_server.model_store import BUILTIN, PACKAGED
 from sloscope.demo.processes import SLOSCOPE
 from sloscope.ids import new_request_id
 from sloscope.journal import is_live, journal_files
@@ -40,12 +41,28 @@ def test_an_occupied_port_is_one_line_and_exit_2() -> None:
     assert lines == [f"error: --listen: '{address}': Address already in use; accepted: a free address of this host"]
 
 
+def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        rival.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{rival.getsockname()[1]}"
+        command = [*SLOSCOPE, "serve", "--listen", address]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            # An engine process exists, so our server has bound the port; it listens only when the model is ready.
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            until(lambda: children.read_text(), 30)
+            rival.listen()
+            _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said == f"error: --listen: '{address}': Address already in use; accepted: a free address of this host\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (
             ["--model", "nowhere.gguf"],
-            "error: model 'nowhere.gguf': no such file; accepted: builtin, smollm2 or the path",
+            "error: model 'nowhere.gguf': no such file; accepted: builtin, ",
         ),
         (["--contract", "none.toml"], "error: contract 'none.toml': cannot be read: No such file or directory"),
         (["--goodput", "speed:3"], "error: goodput: 'speed:3' is not accepted; accepted: ttft"),
@@ -143,9 +160,17 @@ def test_no_engine_outlives_a_front_end_that_was_killed(tmp_path: Path) -> None:
 def test_the_models_are_listed() -> None:
     command = [*SLOSCOPE, "model", "list", "--format", "csv"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    header, builtin, smollm2 = done.stdout.splitlines()
+    header, *rows = done.stdout.splitlines()
     assert header == "name,present,size_bytes,licence,where"
-    assert builtin.startswith("builtin,True,") and smollm2.startswith("smollm2,")
+    assert [row.split(",")[0] for row in rows] == [*BUILTIN, *PACKAGED]
+    assert rows[0].startswith("builtin,True,")
+
+
+def test_what_is_built_in_needs_no_fetching() -> None:
+    done = subprocess.run(
+        [*SLOSCOPE, "model", "get", "builtin"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "builtin: nothing to fetch, it is made at start\n"
 
 
 def test_a_model_that_nobody_knows_is_one_line_and_exit_2() -> None:
