@@ -189,6 +189,14 @@ class RequestRecorder:
         if self.ended is None:
             self._log.abandon(self, end_ns)
 
+    def close_window(self, end_ns: int) -> None:
+        """The run is over and this request is not. Recorded, so that nobody takes it for one of a lost recorder."""
+        if self.ended is None:
+            self._decoder = self._body = None
+            self.end_ns = end_ns
+            self.ended = Ended("unfinished", "window_closed")
+            self._log.has_ended(self)
+
     @property
     def output_tokens(self) -> int:
         if self._final_tokens is not None:

@@ -85,8 +85,8 @@ class Tally:
 
     @property
     def unfinished(self) -> int:
-        """Offered requests that were open when the run ended; no end is recorded for them."""
-        return self.offered - self.outcomes.total()
+        """Offered requests that were open when the run ended."""
+        return self.outcomes["unfinished"]
 
 
 async def probe(
@@ -183,8 +183,9 @@ class Replay:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.tally.wall_ns = time.monotonic_ns() - self._t0_ns
-            # What is open stays without an end: a query derives window_closed from that.
+            closed_ns = time.monotonic_ns()
             for sent in list(self._open.values()):
+                sent.recorder.close_window(closed_ns)
                 sent.call.abort()
             if self._poster is not None:
                 self.tally.receipts_failed = await self._poster.close()
