@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.field_data import field_folder
+
 
 @pytest.fixture(scope="session")
 def field_data() -> Path:
-    """The folder of recorded files: SLOSCOPE_FIELD_DATA, else ../shared/data beside the repository."""
-    override = os.environ.get("SLOSCOPE_FIELD_DATA")
-    folder = Path(override) if override else Path(__file__).parents[3] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip(f"no recorded files at {folder}")
+    folder = field_folder()
+    if folder is None:
+        pytest.skip("no recorded files; SLOSCOPE_FIELD_DATA names their folder")
     return folder
