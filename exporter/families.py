@@ -15,10 +15,15 @@ from sloscope.definitions import (
     token_gaps_ns,
 )
 from sloscope.exposition import MetricStore
+from sloscope.records import OUTCOMES
 
 Labels = tuple[str, str, str]  # class, model, tenant
 _NO_MODEL = "unknown"
 _NO_TENANT = "default"
+# Which requests were open when a window closed is derived from a window, so no counter can know it.
+_ENDS = tuple(
+    (outcome, reason) for outcome, reasons in OUTCOMES.items() for reason in reasons if reason != "window_closed"
+)
 
 
 class ReceiptFamilies:
@@ -47,7 +52,8 @@ class ReceiptFamilies:
         self._ready.add(labels)
         for name in (self._offered, self._qualified, self._open):
             self.store.init(name, labels)
-        self.store.init(self._ended, (*labels, "completed", ""))
+        for end in _ENDS:
+            self.store.init(self._ended, (*labels, *end))
         for qualified in ("true", "false"):
             self.store.init(self._tokens, (*labels, qualified))
         row = self._contract.classes.get(labels[0])

@@ -29,6 +29,10 @@ _MAX_TEXT = 200
 _MAX_EXPANSION = 8 << 20  # bytes that one read of compressed body may become
 _MAX_CHOICES = 1024
 PROBLEMS = "sloscope_parse_problems_total"
+PROBLEM_NAMES = (
+    "bad_compression", "bad_limit_header", "malformed_event", "observer_error", "oversized_event", "request_not_json",
+    "request_above_inspect_limit", "response_above_inspect_limit", "unknown_content_encoding", "unrecognised_event",
+)  # fmt: skip
 
 
 class Watch:
@@ -46,8 +50,11 @@ class Watch:
         self.families = ReceiptFamilies(store, "sidecar", contract)
         self.seen = SeenIds()
         self.active: dict[str, Observation] = {}  # by request id, oldest first
+        for name in PROBLEM_NAMES:
+            store.init(PROBLEMS, (name,))
 
     def problem(self, name: str) -> None:
+        assert name in PROBLEM_NAMES, name
         self.store.inc(PROBLEMS, 1, (name,))
 
     def due(self, now: int) -> list[Observation]:

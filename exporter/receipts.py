@@ -22,6 +22,8 @@ MAX_BYTES = 4 << 20
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
 _REMEMBERED = 100_000
+_REJECTED = "sloscope_receipts_rejected_total"
+CAUSES = ("duplicate", "malformed", "outcome", "request_id", "stamps", "too_large", "unknown_class")
 _LATE = ("request_id", "attempt", "outcome", "reason", "observer")
 _FIELDS = (
     *_LATE, "clock_id", "send_ns", "intended_ns", "t_ns", "choice", "type", "tokens", "finish_reason", "end_ns",
@@ -36,6 +38,7 @@ class ReceiptError(SloscopeError):
 
     def __init__(self, cause: str, text: str) -> None:
         super().__init__(text)
+        assert cause in CAUSES, cause
         self.cause = cause
 
 
@@ -53,13 +56,15 @@ class Receipts:
         self._writer: JournalWriter | None = None
         self._seen: OrderedDict[tuple[str, int, bool], None] = OrderedDict()
         self.lost = 0
+        for cause in CAUSES:
+            store.init(_REJECTED, (cause,))
 
     def take(self, receipt: object) -> None:
         """Records and counts one receipt, or a late reason. Raises ReceiptError, and nothing is recorded then."""
         try:
             self._take(receipt)
         except ReceiptError as error:
-            self._store.inc("sloscope_receipts_rejected_total", 1, (error.cause,))
+            self._store.inc(_REJECTED, 1, (error.cause,))
             raise
 
     def _take(self, receipt: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from prometheus_client.samples import Sample
 
 from exporter.data_plane import DataPlane
 from exporter.settings import Settings
@@ -213,13 +214,22 @@ class Bench:
         return offered
 
 
+def samples(store: MetricStore, name: str, **labels: str) -> list[Sample]:
+    """The series of a name whose labels contain these."""
+    return [
+        sample
+        for family in store.collect()
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]
+
+
 def total(store: MetricStore, name: str, **labels: str) -> float:
-    found = 0.0
-    for family in store.collect():
-        for sample in family.samples:
-            if sample.name == name and all(sample.labels.get(key) == value for key, value in labels.items()):
-                found += sample.value
-    return found
+    return sum(sample.value for sample in samples(store, name, **labels))
+
+
+def children(store: MetricStore, name: str, **labels: str) -> list[dict[str, str]]:
+    return [sample.labels for sample in samples(store, name, **labels)]
 
 
 def settings_for(events: Path, socket_path: str, upstreams: tuple[str, ...], **changes: Any) -> Settings:
