@@ -37,6 +37,7 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 	$(BIN)/lint-imports
 	$(BIN)/sloscope dashboards check
 	$(BIN)/sloscope rules check
+	$(BIN)/python -m queries.reference --check
 	$(MAKE) test
 
 e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus and nginx)
