@@ -21,8 +21,28 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOOPBACK = ("127.0.0.1", "::1")
 
 
+class UntilClose(int):
+    """The content length of a body that ends with its connection: no number of bytes is too many or too few."""
+
+    def __sub__(self, other: object) -> "UntilClose":
+        return self
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
 class StampingProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers."""
+    """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers.
+
+    An HTTP/1.0 peer gets a body that ends with the connection. uvicorn would send it chunks, which are no part of
+    HTTP/1.0
+    (RFC 9112 section 6.1); nginx speaks HTTP/1.0 to its upstreams unless told otherwise.
+    """
 
     _received_ns = 0
 
@@ -39,6 +59,12 @@ class StampingProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._hop = Hop(self._received_ns, abort=self.transport.abort)
         self.scope["extensions"] = {"sloscope": self._hop}  # type: ignore[dict-item]
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.cycle is not None and self.scope.get("http_version") == "1.0":
+            self.cycle.chunked_encoding = False
+            self.cycle.expected_content_length = UntilClose()
 
     def on_message_complete(self) -> None:
         self._hop.body_complete_ns = self._received_ns
