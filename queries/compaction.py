@@ -244,7 +244,7 @@ class _EventRows:
         stamp = record["start_ns"] if kind == "step" else record["at_ns"]
         wall = stamp + line.wall_offset
         day = datetime.fromtimestamp(wall // NS_PER_S, UTC).date()
-        row = record | {"clock_id": line.clock_id}
+        row = record | {"engine_id": engine_id(line.writer), "clock_id": line.clock_id}
         if kind != "step":
             row.setdefault("attempt", 0)
             self._rows.setdefault((f"{kind}s", day), []).append(row)
@@ -263,7 +263,9 @@ class _EventRows:
         took_part = self._rows.setdefault(("step_requests", day), [])
         for role, ids in roles.items():
             for request_id in ids:
-                took_part.append({**_of(row, "step_id", "clock_id"), "request_id": request_id, "role": role})
+                took_part.append(
+                    {**_of(row, "step_id", "engine_id", "clock_id"), "request_id": request_id, "role": role}
+                )
 
     def write(self, parts: Parts) -> None:
         for (table, day), rows in sorted(self._rows.items()):
@@ -272,6 +274,11 @@ class _EventRows:
                 arrays = [pa.array([row.get(f.name) for row in rows], f.type) for f in schema]
                 parts.append(table, day, pa.table(arrays, schema=schema))
         self._rows = {}
+
+
+def engine_id(writer: str) -> str:
+    """What tells two engine processes of one boot apart, which both count their steps from 1."""
+    return writer.partition("/")[2]
 
 
 def _of(row: dict[str, Any], *names: str) -> dict[str, Any]:

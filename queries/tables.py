@@ -183,8 +183,11 @@ LATE_GAPS: tuple[Column, ...] = (
     Column("alignment", "VARCHAR", "ordinal, tokens or none; NULL without both"),
 )
 
+ENGINE_ID = "the engine process: its journal's name without the sequence number, boot-pid-start"
+
 STEPS: tuple[Column, ...] = (
-    Column("step_id", "BIGINT", "iteration number of its engine process"),
+    Column("step_id", "BIGINT", "iteration number of its engine process, from 1 in each"),
+    Column("engine_id", "VARCHAR", ENGINE_ID),
     Column("clock_id", "VARCHAR", "the clock of its stamps"),
     *_columns(
         "BIGINT",
@@ -209,6 +212,7 @@ STEPS: tuple[Column, ...] = (
 
 STEP_REQUESTS: tuple[Column, ...] = (
     Column("step_id", "BIGINT", "the step"),
+    Column("engine_id", "VARCHAR", ENGINE_ID),
     Column("clock_id", "VARCHAR", "the step's clock"),
     Column("request_id", "VARCHAR", "a request that took part"),
     Column("role", "VARCHAR", "prefill, decode or preempted"),
@@ -216,6 +220,7 @@ STEP_REQUESTS: tuple[Column, ...] = (
 
 STATES: tuple[Column, ...] = (
     Column("request_id", "VARCHAR", "26-character ULID"),
+    Column("engine_id", "VARCHAR", ENGINE_ID),
     Column("clock_id", "VARCHAR", "the clock of its stamp"),
     Column("at_ns", "BIGINT", "boundary at which the state changed"),
     Column("from_state", "VARCHAR", "state before; NULL at arrival"),
@@ -226,6 +231,7 @@ STATES: tuple[Column, ...] = (
 DECISIONS: tuple[Column, ...] = (
     Column("request_id", "VARCHAR", "26-character ULID"),
     Column("attempt", "BIGINT", "hedged attempt, from 0"),
+    Column("engine_id", "VARCHAR", ENGINE_ID),
     Column("clock_id", "VARCHAR", "the clock of its stamps"),
     Column("at_ns", "BIGINT", "when admission decided"),
     Column("verdict", "VARCHAR", "admit, queue or refuse"),

@@ -37,7 +37,7 @@ cohort as (
 steps as (
     select
         step_id,
-        clock_id,
+        engine_id,
         start_ns,
         end_ns,
         prefill_requests,
@@ -55,7 +55,7 @@ request_steps as (
             order by steps.start_ns, steps.step_id
         ) as place
     from step_requests
-    inner join steps on step_requests.step_id = steps.step_id and step_requests.clock_id = steps.clock_id
+    inner join steps on step_requests.step_id = steps.step_id and step_requests.engine_id = steps.engine_id
     where step_requests.role in ('prefill', 'decode')
 ),
 

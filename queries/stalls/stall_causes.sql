@@ -24,7 +24,9 @@
 --   step_fault           varchar  -         a fault injected into it: evidence, never a cause
 --   kv_blocks_free_min   bigint   blocks    lowest during the gap
 --   preempted_requests   bigint   requests  preempted during the gap, of any request
--- rules: A step overlaps when it ended after the event before and not after the event itself, on the engine's clock.
+-- rules: The engine is the one whose steps ran the request, by the most steps where a hedge ran in two; without recorded
+--   request ids it is every engine of the clock. A step overlaps when it ended after the event before and not after the
+--   event itself, on the engine's clock.
 --   Parts of its time. Prefill: prompt tokens of the step times the run's prefill time per token, at most the whole
 --   step; none in the step of the request's own prefill. That time per token is the median, over steps with prompt
 --   tokens, of (duration - median decode-only step) / tokens, not below 0. KV wait: the rest of a step without this
@@ -36,7 +38,27 @@
 --   lower one. Where there is no decode-only step, the median is 0.
 with
 
-stalls as (
+own_steps as (
+    select
+        engine_id,
+        step_id,
+        request_id,
+        max(case when role = 'prefill' then 1 else 0 end) as is_prefill
+    from step_requests
+    where role in ('prefill', 'decode')
+    group by engine_id, step_id, request_id
+),
+
+own_engines as (
+    select
+        request_id,
+        engine_id,
+        row_number() over (partition by request_id order by count(*) desc, engine_id) as place
+    from own_steps
+    group by request_id, engine_id
+),
+
+late_gaps_of_engine as (
     select
         request_id,
         ordinal,
@@ -51,9 +73,18 @@ stalls as (
     where kind = 'gap' and verdict in ('decoder_stall', 'mixed')
 ),
 
+stalls as (
+    select
+        late_gaps_of_engine.*,
+        own_engines.engine_id
+    from late_gaps_of_engine
+    left join own_engines on late_gaps_of_engine.request_id = own_engines.request_id and own_engines.place = 1
+),
+
 run_steps as (
     select
         step_id,
+        engine_id,
         clock_id,
         start_ns,
         end_ns,
@@ -70,24 +101,14 @@ run_steps as (
     from run_steps
 ),
 
-own_steps as (
-    select
-        step_id,
-        clock_id,
-        request_id,
-        max(case when role = 'prefill' then 1 else 0 end) as is_prefill
-    from step_requests
-    where role in ('prefill', 'decode')
-    group by step_id, clock_id, request_id
-),
-
 transitions as (
     select
         request_id,
+        engine_id,
         clock_id,
         at_ns,
         to_state,
-        lead(at_ns) over (partition by request_id, clock_id order by at_ns) as until_ns
+        lead(at_ns) over (partition by request_id, engine_id order by at_ns) as until_ns
     from states
 ),
 
@@ -116,7 +137,10 @@ state_times as (
         ) as paused_ns
     from stalls
     inner join transitions
-        on stalls.request_id = transitions.request_id and stalls.engine_clock_id = transitions.clock_id
+        on
+            stalls.request_id = transitions.request_id
+            and stalls.engine_clock_id = transitions.clock_id
+            and (stalls.engine_id is null or stalls.engine_id = transitions.engine_id)
     group by stalls.stall
 ),
 
@@ -160,13 +184,14 @@ overlapping as (
     inner join step_tenths
         on
             stalls.engine_clock_id = step_tenths.clock_id
+            and (stalls.engine_id is null or stalls.engine_id = step_tenths.engine_id)
             and stall_tenths.tenth = step_tenths.tenth
             and step_tenths.end_ns > stalls.emit_prev_ns
             and step_tenths.end_ns <= stalls.emit_at_ns
     left join own_steps
         on
             step_tenths.step_id = own_steps.step_id
-            and step_tenths.clock_id = own_steps.clock_id
+            and step_tenths.engine_id = own_steps.engine_id
             and stalls.request_id = own_steps.request_id
 ),
 

@@ -22,6 +22,7 @@ holds that observer's columns without prefix. In it:
 - `ttft_ms` and `ttft_visible_ms` are also the worst choice's; `ttft_visible` is as `ttft` unless given;
 - `span_ms` defaults to 0 and `span_tokens` to `tokens`; `events` to `tokens`;
 - an `outcome` without `end_ms` (stamp) ends the request at its arrival: inside every window. `open` says no outcome.
+In `steps`, `step_requests`, `states` and `decisions` a clock has one engine unless `engine_id` says otherwise.
 """
 
 from collections.abc import Iterator, Mapping
@@ -89,6 +90,8 @@ def expand(table: str, row: Mapping[str, Any]) -> dict[str, Any]:
         if side is not None:
             filled = _observer(_nanoseconds(side), given["arrival_at_ns"]) if table == "requests" else side
             given |= {f"{observer}_{name}": value for name, value in filled.items()}
+    if table in tables.PER_EVENT:
+        given.setdefault("engine_id", given.get("clock_id"))
     result |= given
     known = {column.name for column in tables.columns(table)}
     assert result.keys() <= known, f"{table}: no column {sorted(result.keys() - known)}"

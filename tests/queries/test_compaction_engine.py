@@ -48,9 +48,34 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
         (7, new_id(1), "prefill"),
         (8, new_id(2), "preempted"),
     ]
-    assert one(tmp_path, "*", "states") == (new_id(1), "c", 6, "DECODE", "PREEMPTED", None)
-    assert one(tmp_path, "*", "decisions") == (new_id(1), 0, "c", 5, "refuse", "late", 9, -4)
+    ((engine_id,),) = select(tmp_path, "select distinct engine_id from {steps}")
+    assert engine.path.name == f"{engine_id}-0.jsonl"
+    assert one(tmp_path, "*", "states") == (new_id(1), engine_id, "c", 6, "DECODE", "PREEMPTED", None)
+    assert one(tmp_path, "*", "decisions") == (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4)
     assert select(tmp_path, "select * from {requests}") == [], "nobody recorded a begin"
+
+
+def test_steps_of_an_engine_that_was_started_again_on_the_same_boot_are_told_apart(tmp_path: Path) -> None:
+    for life in range(2):
+        clock = FakeClock(mono_ns=life * SECOND, wall_ns=WALL, clock_id="boot")
+        with JournalWriter(tmp_path, "engine", clock, max_bytes=150) as engine:  # so that each life spans files
+            for step in (1, 2):
+                start = life * SECOND + step * 10 * MS
+                record = {"start_ns": start, "end_ns": start + 4 * MS, "decode_ids": [new_id(life)]}
+                engine.write(records.make("step", step_id=step, **record))
+    assert len(list((tmp_path / "journal" / "engine").iterdir())) == 4
+    compact(tmp_path)
+    # Each life: its first step has none before it; the second starts 10 ms later, 10 - 4 = 6 ms after the first ended.
+    rows = select(tmp_path, "select clock_id, step_id, gap_before_ns from {steps} order by start_ns")
+    assert rows == [("boot", 1, None), ("boot", 2, 6 * MS)] * 2
+    joined = (
+        "select steps.start_ns, step_requests.request_id from {steps} as steps inner join {step_requests} as"
+        " step_requests on steps.engine_id = step_requests.engine_id and steps.step_id = step_requests.step_id"
+        " order by steps.start_ns"
+    )
+    assert select(tmp_path, joined) == [
+        (life * SECOND + step * 10 * MS, new_id(life)) for life in range(2) for step in (1, 2)
+    ]
 
 
 def test_a_request_that_spans_files_of_a_rotating_writer_is_whole(tmp_path: Path) -> None:
