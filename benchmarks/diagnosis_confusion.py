@@ -48,7 +48,9 @@ def run(runs: int, directory: Path, progress: bool = False) -> list[dict[str, An
         buffering = start_nginx(stage, directory / "nginx-buffered", server, BUFFERED, "nginx-buffered")
         passing = start_nginx(stage, directory / "nginx-unbuffered", server, UNBUFFERED, "nginx-unbuffered")
         sidecars = {
-            name: start_sidecar(stage, upstream, events, "--sql-every", "off", goodput=GOODPUT, name=f"sidecar-{name}")[0]
+            name: start_sidecar(stage, upstream, events, "--sql-every", "off", goodput=GOODPUT, name=f"sidecar-{name}")[
+                0
+            ]
             for name, upstream in (("direct", server), ("buffered", buffering), ("unbuffered", passing))
         }
         with httpx.Client(transport=ReceiptTransport(events), timeout=60) as client:
