@@ -16,7 +16,7 @@ from exporter.settings import Settings
 from sloscope import records
 from sloscope.clock import Clock
 from sloscope.contract import LIMIT_HEADERS, Contract, Resolved, resolve
-from sloscope.definitions import StreamEnd, Summary, classify_end, summarise
+from sloscope.definitions import StreamEnd, classify_end, summarise
 from sloscope.errors import ContractError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id, new_request_id
@@ -329,7 +329,16 @@ class Observation:
         event_tokens = known_event_tokens(
             self._tokens if self._counted else None, events, self._n_choices, tokens, source != "assumed_one"
         )
-        summary = self._summary(tokens, event_tokens, end_ns)
+        summary = summarise(
+            self._arrived_ns,
+            self._t_ns,
+            self._choice,
+            self._type,
+            self._n_choices,
+            tokens,
+            event_tokens,
+            completed_ns=end_ns if end.outcome == "completed" else None,
+        )
         self.watch.recorder.put(
             records.make(
                 "end",
@@ -375,12 +384,6 @@ class Observation:
         if events:
             return events, "assumed_one"
         return (None, None) if self._opaque or self._outputs_in_body else (0, None)
-
-    def _summary(self, tokens: int | None, event_tokens: list[int] | None, end_ns: int) -> Summary:
-        if self._outputs_in_body:
-            # No stream, no first token: only the whole took time.
-            return Summary(events=self._outputs_in_body, tokens=tokens, e2e_ns=end_ns - self._arrived_ns)
-        return summarise(self._arrived_ns, self._t_ns, self._choice, self._type, self._n_choices, tokens, event_tokens)
 
     def _finish_reasons(self) -> list[str | None] | None:
         if not self._finishes:

@@ -115,6 +115,9 @@ class Receipts:
         if n_choices > _MAX_CHOICES:
             raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: at most {_MAX_CHOICES}")
         t_ns, choice, types, tokens = _events(receipt, send_ns)
+        if not t_ns and end.outcome == "completed" and receipt.get("end_ns") is None:
+            # Without it the answer would have taken no time.
+            raise ReceiptError("malformed", "end_ns: is missing; a completed answer without t_ns needs it")
         end_ns = _int(receipt, "end_ns", t_ns[-1] if t_ns else send_ns)
         assert end_ns is not None
         if end_ns < (max(t_ns) if t_ns else send_ns):
@@ -182,7 +185,8 @@ class Receipts:
             self._write(self._placed(receipt, [begin, *([chunks] if t_ns else []), finish], end_ns))
         counted = source is not None and source != "assumed_one"
         event_tokens = known_event_tokens(tokens if known else None, len(t_ns), n_choices, total, counted)
-        summary = summarise(send_ns, t_ns, choice, types, n_choices, total, event_tokens)
+        completed_ns = end_ns if end.outcome == "completed" else None
+        summary = summarise(send_ns, t_ns, choice, types, n_choices, total, event_tokens, completed_ns)
         labels = self._families.begun(resolved.class_name, receipt.get("model") or "", receipt.get("tenant") or "")
         self._families.ended(labels, end, summary, resolved, bool(streaming), t_ns, choice, event_tokens)
 

@@ -171,24 +171,23 @@ class Assembly:
         start = self._side(observer, lambda side: side.start_ns)
         end = self._end(observer, "end_ns")
         starts = np.array([stamp or 0 for stamp in start], dtype=np.int64)
+        ends = [_ending(row, observer) for row in self._rows]
+        completed = np.array([outcome == "completed" for outcome, _ in ends], dtype=bool)
         numbers = reduce_receipts(
-            flat.groups, flat.counts, starts, flat.types, n_choices, tokens, flat.event_tokens(observer)
+            flat.groups,
+            flat.counts,
+            starts,
+            flat.types,
+            n_choices,
+            tokens,
+            flat.event_tokens(observer),
+            Optional(np.array([stamp or 0 for stamp in end], dtype=np.int64), completed),
         )
         for field in fields(Numbers):
             value = getattr(numbers, field.name)
             if isinstance(value, Optional):
                 out[f"{observer}_{field.name}"] = pa.array(value.values, mask=~value.known)
-        ends = [_ending(row, observer) for row in self._rows]
         stream_end = [None if e is None else e - s for s, e in zip(start, end, strict=True)]
-        streaming = self._begin(observer, "streaming")
-        if observer != "engine":
-            # An answer that did not stream leaves no receipts: it was received when it ended.
-            e2e = numbers.e2e_ns
-            for at in np.flatnonzero(~e2e.known).tolist():
-                whole_ns = stream_end[at]
-                if ends[at][0] == "completed" and streaming[at] is False and whole_ns is not None:
-                    e2e.values[at], e2e.known[at] = whole_ns, True
-            out[f"{observer}_e2e_ns"] = pa.array(e2e.values, mask=~e2e.known)
         columns = {
             "observed": self._each(lambda row: observer in row.sides),
             "role": self._begin(observer, "role"),

@@ -85,6 +85,7 @@ def reduce_receipts(
     n_choices: Ints,
     total_tokens: Sequence[int | None],
     event_tokens: NDArray,
+    completed_ns: Optional,
 ) -> Numbers:
     """`types` and `event_tokens` are in the order of receipt, as `grouped` took them; negative tokens: not known."""
     rows = len(counts)
@@ -135,7 +136,7 @@ def reduce_receipts(
         itl_max_ns=Optional(itl_max, counts > choices),
         span_ns=span,
         span_tokens=span_tokens,
-        e2e_ns=Optional(last_ns - start_ns, has),
+        e2e_ns=Optional(np.where(has, last_ns, completed_ns.values) - start_ns, has | completed_ns.known),
     )
 
 

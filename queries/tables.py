@@ -43,7 +43,7 @@ OBSERVER_COLUMNS: tuple[Column, ...] = (
         ("itl_max_ns", "largest gap between receipts of one choice, worst choice; NULL below two receipts"),
         ("span_ns", "last minus first receipt of the choice with the largest TPOT"),
         ("span_tokens", "output tokens of that choice; NULL when unknown"),
-        ("e2e_ns", "start to the last receipt; of a completed answer that did not stream, to its end"),
+        ("e2e_ns", "start to the last receipt; of a completed answer without receipts (it did not stream), to its end"),
         ("stream_end_ns", "start to the end of stream"),
         ("events", "output events"),
         ("tokens", "output tokens"),

@@ -49,15 +49,17 @@ def summarise(
     n_choices: int = 1,
     total_tokens: int | None = None,
     event_tokens: Sequence[int] | None = None,
+    completed_ns: int | None = None,
 ) -> Summary:
     """Receipts (in order of receipt, one entry per choice and event) to the numbers that a contract judges.
 
     `start_ns` is send at a client, arrived at a sidecar or server. `event_tokens` gives tokens per event; they are
     used for a choice
-    of several only when they sum to `total_tokens`.
+    of several only when they sum to `total_tokens`. `completed_ns` is the end of a completed answer: what came
+    without a receipt (a whole body, or a tool call without arguments) was received then. It has no TTFT.
     """
     if not t_ns:
-        return Summary(tokens=total_tokens)
+        return Summary(tokens=total_tokens, e2e_ns=None if completed_ns is None else completed_ns - start_ns)
     first: dict[int, int] = {}
     visible: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -216,14 +216,16 @@ class RequestRecorder:
         return known if known and len(known) == len(self.t_ns) else None
 
     def summary(self) -> Summary:
-        """What a contract judges. An answer that did not stream has no receipts; its only duration is e2e."""
-        if not self.streamed:
-            done = self.ended is not None and self.ended.outcome == "completed" and self.end_ns is not None
-            return Summary(
-                tokens=self.output_tokens, e2e_ns=self.end_ns - self.send_ns if done and self.end_ns else None
-            )
+        """What a contract judges."""
         return summarise(
-            self.send_ns, self.t_ns, self.choice, self.type, self.n_choices, self.output_tokens, self.event_tokens
+            self.send_ns,
+            self.t_ns,
+            self.choice,
+            self.type,
+            self.n_choices,
+            self.output_tokens,
+            self.event_tokens,
+            completed_ns=self.end_ns if self.ended is not None and self.ended.outcome == "completed" else None,
         )
 
     def take_batch(self) -> records.Record | None:

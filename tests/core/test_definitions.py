@@ -37,6 +37,13 @@ def test_no_output_has_no_ttft_and_never_zero() -> None:
     assert row.ttft_ns is None and row.itl_max_ns is None and row.e2e_ns is None and row.events == 0
 
 
+def test_a_completed_answer_without_receipts_was_received_when_it_ended_and_has_no_ttft() -> None:
+    row = d.summarise(5 * MS, [], [], [], total_tokens=9, completed_ns=305 * MS)
+    assert row == d.Summary(tokens=9, e2e_ns=300 * MS)  # 305 − 5
+    streamed = d.summarise(5 * MS, receipts(105, 205), [0, 0], [0, 0], completed_ns=305 * MS)
+    assert streamed.e2e_ns == 200 * MS, "with receipts the last one counts, not the end of the stream"
+
+
 def test_one_receipt_has_no_largest_gap() -> None:
     assert summary(120).itl_max_ns is None
 

@@ -235,6 +235,22 @@ def test_one_choice_of_two_without_an_end_is_truncated(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_whole_answer_that_failed_has_no_e2e(tmp_path: Path) -> None:
+    body = json.dumps({"choices": [{"index": 0, "message": {"content": "hel"}, "finish_reason": "abort"}]}).encode()
+
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
+        writer.write(body)
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            await b.ask(b'{"model":"m"}')
+            assert await b.end() == ("failed", "in_band_error")
+            assert b.total("sloscope_sidecar_e2e_seconds_count") == 0
+
+    run(test())
+
+
 def test_an_answer_that_does_not_stream_has_usage_and_no_first_token(tmp_path: Path) -> None:
     body = json.dumps(
         {

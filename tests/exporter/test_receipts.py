@@ -96,6 +96,19 @@ def test_a_receipt_that_its_sender_records_is_observed_only(tmp_path: Path) -> N
     assert records(tmp_path) == []
 
 
+def test_a_receipt_of_an_answer_that_did_not_stream_has_an_e2e_and_no_ttft(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        whole = receipt(t_ns=None, choice=None, type=None, streaming=False)
+        lost = receipt(t_ns=None, choice=None, type=None, streaming=False, outcome="failed", reason="timeout")
+        await client.post("/v1/receipts", json={"receipts": [whole, lost]})
+        # Sent at 1000, ended at 1250 ms; the one that failed never had its last token.
+        assert total(plane.store, "sloscope_client_e2e_seconds_count") == 1
+        assert total(plane.store, "sloscope_client_e2e_seconds_sum") == pytest.approx(0.25)
+        assert total(plane.store, "sloscope_client_ttft_seconds_count") == 0
+
+    with_app(tmp_path, test)
+
+
 def test_stamps_of_a_foreign_clock_are_placed_by_an_anchor_of_their_own(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
         await client.post("/v1/receipts", json=receipt(clock_id="browser:abc"))
@@ -140,6 +153,7 @@ BAD = {
     "a token source that is none": (receipt(token_source="guess"), "malformed"),
     "an endless name": (receipt(model="m" * 2000), "malformed"),
     "no object": ([], "malformed"),
+    "a whole answer without its end": (receipt(t_ns=None, choice=None, type=None, end_ns=None), "malformed"),
     "stamps without a send": (receipt(send_ns=None), "malformed"),
 }
 

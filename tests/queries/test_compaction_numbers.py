@@ -74,7 +74,14 @@ class History:
             tokens, source = end["output_tokens"], end.get("token_source", "assumed_one")
         types = [0] * len(self.stamps) if engine else self.types
         summary = summarise(
-            self.start_ns, self.stamps, self.choice, types, self.n_choices, tokens, self.tokens if self.stamps else None
+            self.start_ns,
+            self.stamps,
+            self.choice,
+            types,
+            self.n_choices,
+            tokens,
+            self.tokens if self.stamps else None,
+            completed_ns=end["end_ns"] if end.get("outcome") == "completed" else None,
         )
         finish = [normalise_finish(each) for each in end.get("finish_reason", [])]
         names = ("first", "last", "ttft", "ttft_visible", "ttft_worst", "ttft_visible_worst", "itl_max", "span", "e2e")
