@@ -1,6 +1,7 @@
 """One completion, from its body to its end record, as a raw ASGI response.
 
-Raw, because the stamps must be true: `written_ns` is taken when `send` returns, and the consumer's leaving is seen by
+Raw, because the stamps must be true: `written_ns` is when the transport was handed the bytes, and the consumer's
+leaving is seen by
 listening beside the writing, not by the next write.
 """
 
@@ -44,7 +45,7 @@ class Hop:
     arrived_ns: int
     body_complete_ns: int | None = None
     socket_closed_ns: int | None = None
-    abort: Any = None  # () -> None
+    transport: Any = None  # `write_ns`: when the last bytes were handed to it; `abort()`
 
 
 class ClientLeftError(Exception):
@@ -66,7 +67,7 @@ class Answer(Response):
         self._asked_headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._send_asgi = send
         self.request_id = self._identity()
-        self._live = Live(self.request_id, cut=self._hop.abort or (lambda: None))
+        self._live = Live(self.request_id, cut=self._hop.transport.abort if self._hop.transport else (lambda: None))
         try:
             await self._answer(receive)
         finally:
@@ -186,7 +187,7 @@ class Answer(Response):
                     [chunks.text(piece, self._usage(tokens) if continuous else None) for piece, tokens in pieces]
                 )
                 await self._write(data)
-                text.written(pieces)
+                text.written(pieces, self._written_ns())
             if text.finish_reason:
                 break
             if live.error is not None:
@@ -234,9 +235,13 @@ class Answer(Response):
         )
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await self._write(body, last=True)
-        text.written(pieces)
+        text.written(pieces, self._written_ns())
         if not live.left:
             end.finish_reason, end.done = text.finish_reason, True
+
+    def _written_ns(self) -> int:
+        """When the last bytes went to the transport; without ours below, now."""
+        return self._hop.transport.write_ns if self._hop.transport else self._front.clock.monotonic_ns()
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(self._end.prompt_tokens or 0, tokens)

@@ -64,11 +64,11 @@ class AnswerText:
                 pieces.append((piece, self.tokens))
         return pieces
 
-    def written(self, pieces: list[tuple[str, int]]) -> None:
-        """The pieces are on their way: stamp them, unless the consumer had left."""
+    def written(self, pieces: list[tuple[str, int]], at_ns: int) -> None:
+        """The pieces went on their way at `at_ns`: stamp them, unless the consumer had left."""
         if not pieces or self._live.left:
             return
-        self._live.emissions.stamp(self._front.clock.monotonic_ns())
+        self._live.emissions.stamp(at_ns)
         self._live.delivered = self._end.tokens = pieces[-1][1]
         self._end.events += len(pieces)
 

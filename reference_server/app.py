@@ -36,6 +36,25 @@ class UntilClose(int):
     __hash__ = int.__hash__
 
 
+class StampedTransport:
+    """A transport that knows when the last bytes were handed to it.
+
+    The stamp is taken before the call: on another core the consumer can have the bytes before `write` returns, and a
+    receipt must not be older than what it receives.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.write_ns = 0
+
+    def write(self, data: bytes) -> None:
+        self.write_ns = time.monotonic_ns()
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class StampingProtocol(HttpToolsProtocol):
     """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers.
 
@@ -47,7 +66,8 @@ class StampingProtocol(HttpToolsProtocol):
     _received_ns = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        stamped = StampedTransport(transport)
+        super().connection_made(stamped)  # type: ignore[arg-type]
         # `send` waits as soon as the kernel takes no more: nothing but the last write is out of our sight.
         transport.set_write_buffer_limits(high=0)
 
@@ -57,7 +77,7 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._hop = Hop(self._received_ns, abort=self.transport.abort)
+        self._hop = Hop(self._received_ns, transport=self.transport)
         self.scope["extensions"] = {"sloscope": self._hop}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
