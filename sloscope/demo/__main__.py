@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "builtin-14m": Plan(8, prompt_tokens=24, output_tokens=48, load=0.5, seconds=40, idle_rate=3, warmup=5),
-    "smollm2": Plan(4, prompt_tokens=24, output_tokens=24, load=0.4, seconds=60, idle_rate=1, warmup=3),
+    "smollm2": Plan(4, prompt_tokens=24, output_tokens=32, load=0.6, seconds=60, idle_rate=1, warmup=3),
 }
 
 

@@ -1,6 +1,7 @@
 """What the demo does to the stream while it runs: one decoder stall, one phase of buffering."""
 
 import json
+import re
 import threading
 import time
 import urllib.request
@@ -12,6 +13,8 @@ from sloscope.units import format_instant
 # Shares of the time over which requests arrive.
 STALL_AT, HOLD_FROM, HOLD_TO = 0.30, 0.55, 0.75
 REPLAY_STARTS_S = 1.0  # what the replay needs before its first send, about
+DECODING_WITHIN_S = 15.0
+_DECODING = re.compile(r'^sloscope_engine_requests\{state="DECODE"\} (\S+)$', re.MULTILINE)
 
 
 class Injection(threading.Thread):
@@ -30,8 +33,9 @@ class Injection(threading.Thread):
         _sleep_until(start + STALL_AT * self._seconds)
         body = json.dumps({"stall_ms": self.stall_ms}).encode()
         fault = urllib.request.Request(f"{self._server_url}/faults", body, {"content-type": "application/json"})
-        self.stall_at_ns = time.time_ns()
         try:
+            self._wait_for_decoding()
+            self.stall_at_ns = time.time_ns()
             with urllib.request.urlopen(fault, timeout=10) as answer:
                 answer.read()
         except OSError as error:
@@ -45,6 +49,17 @@ class Injection(threading.Thread):
         self._hop.tell("pass")
         self.hold_to_ns = time.time_ns()
         message(f"injected: buffering ended at {format_instant(self.hold_to_ns)}")
+
+    def _wait_for_decoding(self) -> None:
+        """A stall is felt by those who are being answered: wait, but not for ever, until the engine decodes two."""
+        deadline = time.monotonic() + DECODING_WITHIN_S
+        while time.monotonic() < deadline:
+            with urllib.request.urlopen(f"{self._server_url}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+            found = _DECODING.search(text)
+            if found is not None and float(found[1]) >= 2:
+                return
+            time.sleep(0.05)
 
 
 def _sleep_until(moment: float) -> None:
