@@ -14,11 +14,11 @@ FREE = {"id": "A", "client": {"tokens": 9, "outcome": "completed", "finish_reaso
 @pytest.mark.parametrize("population", ["arrival", "period"])
 @pytest.mark.parametrize("name", SURVIVAL)
 def test_a_survival_question_refuses_a_forced_length_by_name(name, population):
-    with session_of({"given": {"requests": [FREE, FORCED]}, "window_s": [0, 20]}) as session:
-        with pytest.raises(
-            QueryError, match=rf"^{name}: request B has a forced length \(length_forced\); accepted: .*$"
-        ):
-            session.run(name, population=population)
+    with (
+        session_of({"given": {"requests": [FREE, FORCED]}, "window_s": [0, 20]}) as session,
+        pytest.raises(QueryError, match=rf"^{name}: request B has a forced length \(length_forced\); accepted: .*$"),
+    ):
+        session.run(name, population=population)
 
 
 @pytest.mark.parametrize("name", SURVIVAL)
