@@ -19,14 +19,13 @@ import pyarrow as pa
 from queries import tables
 from queries.assemble import Assembly, Row, arrow_schema, row_of
 from queries.histories import Request
-from queries.intake import Intake, Line, Problems
+from queries.intake import Intake, Line, Problems, recorder_of
 from queries.parts import Parts, live_files, remove_leftovers
-from queries.recovery import close_lost, directory_lock, feed, load_pending, pending_text, recover, reread
+from queries.pending import close_lost, feed, load_pending, pending_text, reread
 from sloscope.errors import JournalError
-from sloscope.journal import Manifest, write_atomically
+from sloscope.journal import Manifest, write_atomically, writer_of
+from sloscope.recovery import directory_lock
 from sloscope.units import NS_PER_S
-
-__all__ = ["CompactionReport", "compact", "recover"]
 
 SETTLE_NS = 2 * NS_PER_S
 HELD_EVENTS = 4_000_000  # output events in memory before what is settled is written
@@ -207,19 +206,13 @@ class _Pass:
         orphans = [
             request
             for request in self._requests.values()
-            if not request.begun and all(_writer(journal) in dead for journal in request.sources)
+            if not request.begun and all(recorder_of(Path(journal)) in dead for journal in request.sources)
         ]
         for request in orphans:
             del self._requests[request.request_id]
         self._report.orphans = len(orphans)
         if orphans:
             self._problems.add(f"{len(orphans)} requests have records but no begin, such as {orphans[0].request_id}")
-
-
-def _writer(journal: str) -> str:
-    observer, _, name = journal.removeprefix("journal/").partition("/")
-    stem = name.removesuffix(".jsonl")
-    return f"{observer}/{stem.rpartition('-')[0] or stem}"
 
 
 def _by_day(requests: Iterable[Request]) -> list[tuple[date, list[Row]]]:
@@ -244,7 +237,7 @@ class _EventRows:
         stamp = record["start_ns"] if kind == "step" else record["at_ns"]
         wall = stamp + line.wall_offset
         day = datetime.fromtimestamp(wall // NS_PER_S, UTC).date()
-        row = record | {"engine_id": engine_id(line.writer), "clock_id": line.clock_id}
+        row = record | {"engine_id": writer_of(Path(line.journal)), "clock_id": line.clock_id}
         if kind != "step":
             row.setdefault("attempt", 0)
             self._rows.setdefault((f"{kind}s", day), []).append(row)
@@ -274,11 +267,6 @@ class _EventRows:
                 arrays = [pa.array([row.get(f.name) for row in rows], f.type) for f in schema]
                 parts.append(table, day, pa.table(arrays, schema=schema))
         self._rows = {}
-
-
-def engine_id(writer: str) -> str:
-    """What tells two engine processes of one boot apart, which both count their steps from 1."""
-    return writer.partition("/")[2]
 
 
 def _of(row: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from queries.decode import decode
 from sloscope import records
 from sloscope.clock import Anchor
 from sloscope.errors import RecordError
-from sloscope.journal import is_live, journal_files
+from sloscope.journal import journal_files, order_of, writer_of
+from sloscope.recovery import dead_writers
 
 BLOCK = 4 << 20
 KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
@@ -57,31 +58,40 @@ def arrival_stamp(begin: records.Record) -> int:
     raise AssertionError("a checked begin has a stamp")
 
 
-def writer_of(path: Path) -> str:
-    return f"{path.parent.name}/{path.stem.rpartition('-')[0] or path.stem}"
-
-
-def _sequence(path: Path) -> tuple[int, str]:
-    number = path.stem.rpartition("-")[2]
-    return (int(number) if number.isdecimal() else 0, path.name)
+def recorder_of(path: Path) -> str:
+    return f"{path.parent.name}/{writer_of(path)}"
 
 
 class Chain:
     """The files of one writer in the order in which they were written."""
 
     def __init__(
-        self, events: Path, paths: list[Path], consumed: dict[str, int], anchors: dict[str, list], problems: Problems
+        self,
+        events: Path,
+        paths: list[Path],
+        live: bool,
+        consumed: dict[str, int],
+        anchors: dict[str, list],
+        problems: Problems,
     ) -> None:
-        self.writer = writer_of(paths[0])
+        self.writer = recorder_of(paths[0])
         self.observer = paths[0].parent.name
-        # Asked before reading: what is written after this question is read in the next pass.
-        self.live = any([is_live(path) for path in paths])
+        self.live = live
         self.horizon = 0  # wall time up to which this writer has been read
         self._events = events
-        self._paths = sorted(paths, key=_sequence)
+        self._paths = sorted(paths, key=order_of)
         self._consumed = consumed
         self._kept = anchors
         self._problems = problems
+
+    @property
+    def last_anchor(self) -> records.Record | None:
+        """The last clock record that was read of this writer."""
+        for path in reversed(self._paths):
+            clock_id, *anchors = self._kept.get(str(path.relative_to(self._events)), [""])
+            if anchors:
+                return records.make("clock", mono_ns=anchors[-1][0], wall_ns=anchors[-1][1], clock_id=clock_id)
+        return None
 
     def blocks(self) -> Iterator[list[Line]]:
         for index, path in enumerate(self._paths):
@@ -203,12 +213,19 @@ class Intake:
 
     def _open(self) -> list[Chain]:
         by_writer: dict[str, list[Path]] = {}
+        # Asked before the files are listed and read: what a live writer adds after this is read in the next pass.
+        dead = {
+            f"{observer}/{writer}"
+            for observer in records.OBSERVERS
+            for writer in dead_writers(self._events / "journal" / observer)
+        }
         for path in journal_files(self._events):
             if path not in self._seen and path.parent.name in records.OBSERVERS:
-                by_writer.setdefault(writer_of(path), []).append(path)
+                by_writer.setdefault(recorder_of(path), []).append(path)
                 self._seen.add(path)
         opened = [
-            Chain(self._events, paths, self._consumed, self._anchors, self.problems) for paths in by_writer.values()
+            Chain(self._events, paths, writer not in dead, self._consumed, self._anchors, self.problems)
+            for writer, paths in by_writer.items()
         ]
         self._chains += opened
         return opened
@@ -241,9 +258,11 @@ class Intake:
             heapq.heappush(heap, (chain.horizon, number, chain, blocks))
             yield lines, heap[0][0]
 
-    def new_files_of(self, writer: str) -> bool:
-        """Whether the writer has files that were not there when reading began: it was between two files, not dead."""
-        return any(writer_of(path) == writer and path not in self._seen for path in journal_files(self._events))
+    @property
+    def last_anchors(self) -> dict[str, records.Record]:
+        """Writer → the last clock record that was read of it."""
+        found = {chain.writer: chain.last_anchor for chain in self._chains}
+        return {writer: anchor for writer, anchor in found.items() if anchor is not None}
 
 
 def read_lines(events: Path, journal: str, spans: list[tuple[int, int, int]]) -> Iterator[Line]:
@@ -253,4 +272,4 @@ def read_lines(events: Path, journal: str, spans: list[tuple[int, int, int]]) ->
         for start, end, wall_offset in spans:
             file.seek(start)
             record = decode(file.read(end - start))
-            yield Line(record, journal, writer_of(path), path.parent.name, "", start, end, wall_offset)
+            yield Line(record, journal, recorder_of(path), path.parent.name, "", start, end, wall_offset)

@@ -170,6 +170,17 @@ def journal_files(events: Path) -> list[Path]:
     return sorted((Path(events) / "journal").glob("*/*.jsonl"))
 
 
+def writer_of(path: Path) -> str:
+    """Which process wrote the file: its name without the sequence number, boot8-pid-start."""
+    return path.stem.rpartition("-")[0] or path.stem
+
+
+def order_of(path: Path) -> tuple[str, int, str]:
+    """Sorts the files of each writer in the order in which they were written."""
+    number = path.stem.rpartition("-")[2]
+    return writer_of(path), int(number) if number.isdecimal() else 0, path.name
+
+
 def is_live(path: Path) -> bool:
     """Whether some process still writes this file, which its lock tells."""
     try:

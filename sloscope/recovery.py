@@ -1,25 +1,41 @@
 """Closing what a dead recorder left open: an offered request must end, and the one word for this end is
 unfinished(recorder_lost).
+
+`recover` does it alone, for a sidecar that starts again. Compaction, which has read the journals anyway, finds the
+open requests itself and shares the rest: one at a time (`directory_lock`), whose recorder is dead (`dead_writers`),
+and the record (`write_ends`).
 """
 
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sloscope import records
 from sloscope.clock import SystemClock
 from sloscope.errors import JournalError
-from sloscope.journal import JournalWriter, Tail, is_live, read_journal, write_atomically
+from sloscope.journal import JournalWriter, Tail, is_live, order_of, read_journal, write_atomically, writer_of
 
 Key = tuple[str, int]  # request_id, attempt
+LOCK_WAIT_S = 10.0
 _LOCK = "compact.lock"  # one for the whole events directory, since compaction ends lost requests, too
 _SETTLED = ".recovered.json"  # files of dead writers in which nothing is open: never read again
 _STAMPS = ("intended_ns", "send_ns", "arrived_ns", "body_complete_ns", "at_ns")
 _STAMP_LISTS = ("t_ns", "forwarded_ns", "computed_ns", "handed_ns", "written_ns")
+
+
+class Lost(NamedTuple):
+    """A request that its recorder will never end."""
+
+    writer: str
+    request_id: str
+    attempt: int
+    end_ns: int  # the last stamp that was seen of it, of the dead writer's clock
 
 
 def recover(events: Path, observer: str, decode: Callable[[bytes], Any] = json.loads) -> int:
@@ -27,30 +43,109 @@ def recover(events: Path, observer: str, decode: Callable[[bytes], Any] = json.l
 
     Idempotent, and safe beside live writers and beside another recovery: the directory's lock makes the second wait.
     The `end` carries the last stamp that was seen of the request, under the clock anchor of the writer that died.
-    Raises JournalError when the ends cannot be written: nothing is counted as ended then.
+    Raises JournalError when the ends cannot be written: nothing is counted as ended then. What compaction ended first
+    is not among the number: it stands in that pass's report.
     """
     directory = Path(events) / "journal" / observer
     if not directory.is_dir():
         return 0
-    with _alone(Path(events)):
+    with directory_lock(Path(events), wait_s=None):
         settled = _load_settled(directory)
-        files = _dead_files(directory, settled)
+        dead = dead_writers(directory, settled)
+        files = [path for path in _unsettled(directory, settled) if writer_of(path) in dead]
         if not files:
             return 0
-        ended = _close_open_requests(Path(events), observer, files, decode)
+        lost, anchors = _open_requests(files, decode)
+        ended = write_ends(Path(events), observer, lost, anchors)
+        # An empty file may be one whose writer has not taken its lock yet.
+        done = {path.name for path in files if path.stat().st_size}
         present = {path.name for path in directory.glob("*.jsonl")}
-        _save_settled(directory, (settled & present) | {path.name for path in files})
+        _save_settled(directory, (settled & present) | done)
         return ended
 
 
 @contextmanager
-def _alone(events: Path) -> Iterator[None]:
-    fd = os.open(events / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+def directory_lock(events: Path, wait_s: float | None = LOCK_WAIT_S) -> Iterator[None]:
+    """One compaction or recovery of the directory at a time. None waits for as long as the other one takes.
+
+    JournalError when the lock cannot be had, or another one does not finish within `wait_s` seconds.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fd = os.open(events / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise JournalError(f"events directory {str(events)!r}: {error.strerror}") from None
+    try:
+        if wait_s is None:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        else:
+            _lock_within(fd, wait_s, events)
         yield
     finally:
         os.close(fd)
+
+
+def _lock_within(fd: int, wait_s: float, events: Path) -> None:
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                text = f"events directory {str(events)!r}: another compaction has been running for {wait_s:g} s"
+                raise JournalError(text) from None
+            time.sleep(0.05)
+
+
+def dead_writers(directory: Path, settled: Collection[str] = ()) -> set[str]:
+    """Writers of one observer's directory that hold no lock any more; names of files in `settled` are not looked at.
+
+    Looked at twice, because a writer may rotate between the listing and the look at its lock: the new file is
+    there before the old one's lock is free, so the second listing has it.
+    """
+    dead: set[str] = set()
+    for attempt in range(2):
+        files = _unsettled(directory, settled)
+        unlocked = {writer_of(path) for path in files} - {writer_of(path) for path in files if is_live(path)}
+        dead = unlocked if attempt == 0 else dead & unlocked
+    return dead
+
+
+def _unsettled(directory: Path, settled: Collection[str]) -> list[Path]:
+    return sorted((path for path in directory.glob("*.jsonl") if path.name not in settled), key=order_of)
+
+
+def write_ends(events: Path, observer: str, lost: Iterable[Lost], anchors: Mapping[str, records.Record]) -> int:
+    """Ends each as unfinished(recorder_lost), under the last clock anchor of its writer. Returns how many.
+
+    They go to a fresh journal of the same observer, so they are records like any other. Needs the directory's lock.
+    JournalError when they cannot be written.
+    """
+    by_writer: dict[str, list[Lost]] = defaultdict(list)
+    for each in lost:
+        by_writer[each.writer].append(each)
+    if not by_writer:
+        return 0
+    with JournalWriter(events, observer, SystemClock()) as journal:
+        for writer, ends in by_writer.items():
+            # The stamps are of the dead writer's clock, which may be that of an earlier boot.
+            if writer in anchors:
+                journal.append(anchors[writer])
+            for end in ends:
+                journal.append(_end(end))
+            if not journal.flush():
+                raise JournalError(f"recovery: ends cannot be written: {journal.last_error}")
+    return sum(len(ends) for ends in by_writer.values())
+
+
+def _end(lost: Lost) -> records.Record:
+    return records.make(
+        "end",
+        request_id=lost.request_id,
+        attempt=lost.attempt or None,
+        outcome="unfinished",
+        reason="recorder_lost",
+        end_ns=lost.end_ns,
+    )
 
 
 def _load_settled(directory: Path) -> set[str]:
@@ -65,85 +160,38 @@ def _save_settled(directory: Path, names: set[str]) -> None:
     write_atomically(directory / _SETTLED, json.dumps(sorted(names)).encode() + b"\n")
 
 
-def _writer_of(path: Path) -> str:
-    """A file's name without its sequence number: a writer that rotates keeps the lock of its newest file only."""
-    return path.stem.rpartition("-")[0]
-
-
-def _dead_files(directory: Path, settled: set[str]) -> list[Path]:
-    """Files of writers that hold no lock any more.
-
-    Looked at twice, because a writer may rotate between the listing and the look at its lock: the new file is
-    there before the old one's lock is free, so the second listing has it.
-    """
-    dead: set[str] = set()
-    for attempt in range(2):
-        files = sorted(path for path in directory.glob("*.jsonl") if path.name not in settled)
-        live = {_writer_of(path) for path in files if is_live(path)}
-        unlocked = {_writer_of(path) for path in files} - live
-        dead = unlocked if attempt == 0 else dead & unlocked
-    return [path for path in files if _writer_of(path) in dead]
-
-
-def _close_open_requests(events: Path, observer: str, files: Iterable[Path], decode: Callable[[bytes], Any]) -> int:
-    """Two readings: which are open, then the last stamps of those alone."""
+def _open_requests(
+    files: Iterable[Path], decode: Callable[[bytes], Any]
+) -> tuple[list[Lost], dict[str, records.Record]]:
+    """What these files leave open, and the last anchor of each writer. Two readings: which, then their last stamps."""
     begun: dict[Key, str] = {}  # → writer
     ended: set[Key] = set()
     for path in files:
         for record in read_journal(Tail(path), decode):
             if record["kind"] == "begin":
-                begun[_key(record)] = _writer_of(path)
+                begun[_key(record)] = writer_of(path)
             elif record["kind"] == "end":
                 ended.add(_key(record))
-    open_requests = {key: writer for key, writer in begun.items() if key not in ended}
-    if not open_requests:
-        return 0
-    last_ns: dict[Key, int] = {}
+    still_open = {key: writer for key, writer in begun.items() if key not in ended}
     anchors: dict[str, records.Record] = {}
+    if not still_open:
+        return [], anchors
+    last_ns: dict[Key, int] = {}
     for path in files:
-        writer_name = _writer_of(path)
         for record in read_journal(Tail(path), decode):
             if record["kind"] == "clock":
-                anchors[writer_name] = record
-            elif (key := _key_or_none(record)) in open_requests:
-                assert key is not None
+                anchors[writer_of(path)] = record
+            elif "request_id" in record and _key(record) in still_open:
+                key = _key(record)
                 last_ns[key] = max(last_ns.get(key, 0), _last_stamp(record))
-    by_writer: dict[str, list[Key]] = {}
-    for key, writer_name in open_requests.items():
-        by_writer.setdefault(writer_name, []).append(key)
-    with JournalWriter(events, observer, SystemClock()) as writer:
-        for writer_name, keys in by_writer.items():
-            # The stamps are of the dead writer's clock, which may be that of an earlier boot.
-            if writer_name in anchors:
-                writer.append(anchors[writer_name])
-            for key in keys:
-                writer.append(_end(key, last_ns[key]))
-            if not writer.flush():
-                raise JournalError(f"recovery: ends cannot be written: {writer.last_error}")
-    return len(open_requests)
+    return [Lost(writer, *key, last_ns[key]) for key, writer in still_open.items()], anchors
 
 
 def _key(record: records.Record) -> Key:
     return record["request_id"], record.get("attempt", 0)
 
 
-def _key_or_none(record: records.Record) -> Key | None:
-    return _key(record) if "request_id" in record else None
-
-
 def _last_stamp(record: records.Record) -> int:
     stamps = [record[name] for name in _STAMPS if name in record]
     stamps += [stamp for name in _STAMP_LISTS for stamp in record.get(name, ()) if stamp is not None]
     return max(stamps, default=0)
-
-
-def _end(key: Key, end_ns: int) -> records.Record:
-    request_id, attempt = key
-    return records.make(
-        "end",
-        request_id=request_id,
-        attempt=attempt or None,
-        outcome="unfinished",
-        reason="recorder_lost",
-        end_ns=end_ns,
-    )

@@ -122,6 +122,31 @@ def test_a_torn_last_line_of_a_killed_writer_is_skipped(tmp_path: Path) -> None:
     assert recover(tmp_path, "sidecar") == 1
 
 
+def test_a_file_that_is_empty_yet_is_looked_at_again(tmp_path: Path) -> None:
+    """Its writer may be between the creation of the file and the lock."""
+    with JournalWriter(tmp_path, "sidecar", FakeClock(1)) as writer:
+        writer.write(begin(new_request_id(), 10))
+        path = writer.path
+    text = path.read_bytes()
+    path.write_bytes(b"")
+    assert recover(tmp_path, "sidecar") == 0
+    path.write_bytes(text)
+    assert recover(tmp_path, "sidecar") == 1
+
+
+def test_the_anchor_is_the_last_also_of_more_than_ten_files(tmp_path: Path) -> None:
+    clock = FakeClock(mono_ns=0, wall_ns=1000)
+    with JournalWriter(tmp_path, "sidecar", clock, max_bytes=1) as writer:
+        for number in range(12):  # a file each, and file 10 stands before file 2 by name
+            clock.advance(100)
+            writer.write(begin(new_request_id(), number))
+    known = set(journal_files(tmp_path))
+    assert len(known) == 13 and recover(tmp_path, "sidecar") == 12
+    (recovered,) = set(journal_files(tmp_path)) - known
+    anchors = [record["mono_ns"] for record in read_journal(Tail(recovered)) if record["kind"] == "clock"]
+    assert anchors[1:] == [1200], "after the recovering process's own"
+
+
 @pytest.mark.e2e
 def test_a_writer_killed_with_sigkill_is_recovered_only_after_its_death(tmp_path: Path) -> None:
     code = (

@@ -7,11 +7,12 @@ import duckdb
 import pytest
 
 from queries import tables
-from queries.compaction import compact, recover
+from queries.compaction import compact
 from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.errors import JournalError
-from sloscope.journal import JournalWriter, Manifest
+from sloscope.journal import JournalWriter, Manifest, Tail, journal_files, read_journal
+from sloscope.recovery import recover
 from tests.queries.journal_factory import MS, SECOND, new_id, write_request
 
 WALL = 1_700_000_000 * SECOND
@@ -170,7 +171,7 @@ def test_a_dead_recorder_leaves_unfinished_once_however_often_recovery_runs(tmp_
     write_request(client, "client", new_id(1), 0, [10 * MS, 25 * MS], ended=False)
     assert recover(tmp_path, "client") == 0, "it is still alive"
     client.close()
-    assert (recover(tmp_path, "sidecar"), recover(tmp_path, "client"), recover(tmp_path)) == (0, 1, 0)
+    assert (recover(tmp_path, "sidecar"), recover(tmp_path, "client"), recover(tmp_path, "client")) == (0, 1, 0)
     report = compact(tmp_path)
     assert (report.recovered, report.requests_written) == (0, 1)
     assert one(tmp_path, "client_outcome, client_reason, client_end_ns, client_end_at_ns") == (
@@ -187,7 +188,19 @@ def test_compaction_closes_what_a_dead_recorder_left_open(tmp_path: Path) -> Non
     report = compact(tmp_path)
     assert (report.recovered, report.requests_written, report.requests_pending) == (1, 1, 0)
     assert one(tmp_path, "sidecar_reason, sidecar_end_ns, sidecar_ttft_ns") == ("recorder_lost", 7, None)
-    assert compact(tmp_path).recovered == 0
+    assert (recover(tmp_path, "sidecar"), compact(tmp_path).recovered) == (0, 0)
+
+
+def test_an_end_that_compaction_writes_stands_under_the_clock_anchor_of_the_writer_that_died(tmp_path: Path) -> None:
+    clock = FakeClock(mono_ns=5, wall_ns=777, clock_id="fake:earlier-boot:0")
+    with JournalWriter(tmp_path, "client", clock) as client:
+        write_request(client, "client", new_id(1), 10, ended=False)
+    known = set(journal_files(tmp_path))
+    compact(tmp_path)
+    (recovered,) = set(journal_files(tmp_path)) - known
+    *_, anchor, last = list(read_journal(Tail(recovered)))
+    assert last["kind"] == "end"
+    assert anchor == records.make("clock", mono_ns=5, wall_ns=777, clock_id="fake:earlier-boot:0")
 
 
 def test_a_pass_without_news_changes_nothing(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ import pytest
 import queries.parts
 from queries import compaction
 from queries.compaction import compact
-from queries.recovery import directory_lock
 from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.errors import JournalError
 from sloscope.journal import JournalWriter, Manifest
+from sloscope.recovery import directory_lock
 from tests.queries.journal_factory import MS, SECOND, new_id, write_request
 from tests.queries.test_compaction import WALL, one, select
 
