@@ -1,6 +1,6 @@
 """One request and its response on their way through the sidecar.
 
-The order for every piece of a response: stamped where the socket was read, forwarded, stamped again, and only then
+The order for every piece of a response: stamped where the socket was read, stamped again and forwarded, and only then
 understood. What the observation does can delay nothing but the next read, and what it raises stops here.
 """
 
@@ -278,10 +278,12 @@ class Exchange:
             self._break_off("eof")
             return
         out = payload if self._dechunk else data if used == len(data) else data[:used]
+        # Before the write: on another core the client can have the bytes before the call returns.
+        forwarded_ns = self._plane.clock.monotonic_ns()
         self._client.transport.write(head + out if head else out)
         if self._observation is not None and payload:
-            forwarded_ns = self._plane.clock.monotonic_ns()
-            self._observe(self._observation.received, payload, now, forwarded_ns)
+            added_ns = self._plane.clock.monotonic_ns() - now
+            self._observe(self._observation.received, payload, now, forwarded_ns, added_ns)
         if body.complete and not self.over:
             self._response_complete(clean=used == len(data))
 

@@ -91,7 +91,7 @@ class Observation:
 
         self._status: int | None = None
         self._body_bytes = 0
-        self._last_read = arrived_ns, arrived_ns  # stamps
+        self._last_read = arrived_ns, arrived_ns, 0  # two stamps and a duration
         self._decoder: StreamDecoder | None = None
         self._inflate: Any = None
         self._whole: bytearray | None = None  # the body of an answer that does not stream
@@ -105,6 +105,7 @@ class Observation:
         self._counted: dict[int, int] = {}  # choice → tokens so far, from continuous usage
         self._flushed = 0
         self._forwarded: list[int] = []  # of the batch that is not flushed
+        self._added: list[int] = []  # likewise
         self.pending_since = 0  # stamp of its oldest event, 0 without one
 
         self._finishes: dict[int, str] = {}
@@ -212,15 +213,15 @@ class Observation:
         else:
             self._whole = bytearray()
 
-    def received(self, payload: bytes, received_ns: int, forwarded_ns: int) -> None:
-        """Body bytes of one socket read, already forwarded."""
+    def received(self, payload: bytes, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
+        """Body bytes of one socket read, already forwarded: handed on at `forwarded_ns`, done after `added_ns`."""
         self._body_bytes += len(payload)
-        self._last_read = received_ns, forwarded_ns
+        self._last_read = received_ns, forwarded_ns, added_ns
         if self._inflate is not None:
             payload = self._decompress(payload)
         if self._decoder is not None:
             for event in self._decoder.feed(payload):
-                self._event(event, received_ns, forwarded_ns)
+                self._event(event, received_ns, forwarded_ns, added_ns)
         elif self._whole is not None:
             self._whole += payload
             if len(self._whole) > self.watch.settings.inspect_limit:
@@ -239,7 +240,7 @@ class Observation:
         self._decoder, self._whole, self._inflate, self._opaque = None, None, None, True
         return plain
 
-    def _event(self, event: StreamEvent, received_ns: int, forwarded_ns: int) -> None:
+    def _event(self, event: StreamEvent, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
         if event.outputs:
             if not self.pending_since:
                 self.pending_since = received_ns
@@ -250,6 +251,7 @@ class Observation:
                 self._type.append(_TYPE[kind])
                 self._tokens.append(tokens)
                 self._forwarded.append(forwarded_ns)
+                self._added.append(added_ns)
         if event.usage is not None:
             self._usage, self._usage_with_output = event.usage, bool(event.outputs)
         if event.finishes:
@@ -277,6 +279,7 @@ class Observation:
         received, forwarded = self._t_ns[start:stop].tolist(), self._forwarded
         tokens = self._tokens[start:stop]
         self._flushed, self._forwarded = stop, []
+        added, self._added = self._added, []
         record = records.make(
             "chunks",
             request_id=self.request_id,
@@ -288,7 +291,6 @@ class Observation:
             forwarded_ns=forwarded,
         )
         self.watch.recorder.put(record)
-        added = [out - got for got, out in zip(received, forwarded, strict=True)]
         self.watch.store.observe_many("sloscope_sidecar_added_seconds", added)
 
     # --- the end

@@ -1,10 +1,12 @@
 """What was injected against what is diagnosed: fifty seeded answers of each kind, through a real nginx."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.diagnosis_confusion import EXPECTED, ON_TIME, run
+from sloscope.demo.processes import ask
 from sloscope.output import print_rows
 from tests.end_to_end.support import need
 
@@ -30,3 +32,28 @@ def test_buffers_and_stalls_are_told_apart(tmp_path: Path) -> None:
             assert row.get("buffered_delivery", 0) == 0, row
         if row["expected"] == ON_TIME:
             assert row.get("decoder_stall", 0) <= STRAY, row
+
+
+BEFORE_ITS_SENDER = """
+select
+    count(*) filter (where receipt < forwarded) as client_before_sidecar,
+    count(*) filter (where upstream < written) as sidecar_before_server,
+    count(*) as events
+from (
+    select
+        unnest(client_t_ns) as receipt,
+        unnest(sidecar_forwarded_ns) as forwarded,
+        unnest(sidecar_t_ns) as upstream,
+        unnest(engine_written_ns) as written
+    from chunks
+    where len(client_t_ns) = len(sidecar_t_ns) and len(client_t_ns) = len(engine_written_ns)
+)
+"""
+
+
+def test_nothing_is_received_before_it_was_sent(tmp_path: Path) -> None:
+    run(1, tmp_path)
+    (row,) = json.loads(ask("sql", BEFORE_ITS_SENDER, "--events", str(tmp_path / "events"), "--format", "json"))
+    print(row)
+    assert row["events"] > 100
+    assert row["client_before_sidecar"] == row["sidecar_before_server"] == 0
