@@ -8,6 +8,8 @@ import pytest
 
 from queries import tables
 from queries.compaction import compact
+from queries.runner import Session
+from sloscope import contract as contracts
 from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.errors import JournalError
@@ -16,6 +18,7 @@ from sloscope.recovery import recover
 from tests.queries.journal_factory import MS, SECOND, new_id, write_request
 
 WALL = 1_700_000_000 * SECOND
+OUTCOME_COLUMNS = ("outcome", "reason", "requests", "qualified", "output_tokens")
 
 
 def select(events: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -189,6 +192,24 @@ def test_compaction_closes_what_a_dead_recorder_left_open(tmp_path: Path) -> Non
     assert (report.recovered, report.requests_written, report.requests_pending) == (1, 1, 0)
     assert one(tmp_path, "sidecar_reason, sidecar_end_ns, sidecar_ttft_ns") == ("recorder_lost", 7, None)
     assert (recover(tmp_path, "sidecar"), compact(tmp_path).recovered) == (0, 0)
+
+
+def test_what_a_run_closed_at_its_end_is_final_and_unfinished_whatever_the_window_rule(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock(wall_ns=WALL)) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS, 20 * MS])
+        closed = {"outcome": "unfinished", "reason": "window_closed", "output_tokens": 2}
+        write_request(client, "client", new_id(2), 0, [10 * MS, 20 * MS], end=closed, end_ns=500 * MS)
+        report = compact(tmp_path)
+    assert (report.requests_written, report.requests_open, report.bad_lines) == (2, 0, 0)
+    # Ends 0.5 s after the window opened: before the cut of `drain`, and before and after that of `unfinished`.
+    for rule in ('rule = "drain"', 'rule = "unfinished"\ngrace = "1s"', 'rule = "unfinished"'):
+        text = f'version = 1\ndefault_class = "c"\n[classes.c]\nttft = "300ms"\n[window]\n{rule}\n'
+        with Session(tmp_path, contracts.parse(text), window=(WALL, WALL + 100 * MS), compact_first=False) as session:
+            rows = [{k: row[k] for k in OUTCOME_COLUMNS} for row in session.run("outcomes").rows if row["requests"]]
+        assert rows == [
+            {"outcome": "completed", "reason": "", "requests": 1, "qualified": 1, "output_tokens": 2},
+            {"outcome": "unfinished", "reason": "window_closed", "requests": 1, "qualified": 0, "output_tokens": 2},
+        ]
 
 
 def test_an_end_that_compaction_writes_stands_under_the_clock_anchor_of_the_writer_that_died(tmp_path: Path) -> None:
