@@ -12,7 +12,9 @@ import typer
 
 from exporter.settings import Settings, check_role, parse_upstream, tls_context
 from sloscope import contract as contracts
+from sloscope.client import contract_file
 from sloscope.errors import ConfigError, ContractError
+from sloscope.output import message
 from sloscope.units import parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
@@ -67,6 +69,7 @@ def sidecar(
     check_role(role)
     with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
         _check_events(events)
+        _keep_contract(text, is_shorthand, Path(contract) if contract else None, events)
         with socket_directory() as directory:
             settings = Settings(
                 upstreams=tuple(parse_upstream(url).url for url in upstream),
@@ -98,6 +101,18 @@ def _contract_text(path: str, shorthand: str) -> tuple[str, bool]:
         return Path(path).read_text(encoding="utf-8"), False
     except OSError as error:
         raise ContractError(f"contract {path!r}: cannot be read: {error.strerror}") from None
+
+
+def _keep_contract(text: str, is_shorthand: bool, source: Path | None, events: Path) -> None:
+    """Leaves the contract with the events, so that a question need not be told it again.
+
+    Another one that is there already stays: an operator may change a contract, and every record names its own by hash.
+    """
+    promised = contracts.from_shorthand(text) if is_shorthand else contracts.parse(text)
+    try:
+        contract_file.keep(promised, source, events)
+    except ContractError as error:
+        message(f"questions will need --contract or --goodput: {error}")
 
 
 def _token(path: str) -> str:

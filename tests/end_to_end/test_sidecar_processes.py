@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sloscope.demo.processes import SLOSCOPE, Child, Stage
+from sloscope.demo.processes import SLOSCOPE, Child, Stage, ask
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.end_to_end.support import start_sidecar, until
 from tests.exporter.harness import DONE, STREAM_HEAD, Script, ScriptedUpstream, Seen, chunked, event, finish
@@ -148,6 +149,21 @@ def test_a_killed_data_plane_is_started_again_and_its_requests_are_closed(tmp_pa
     assert {seen_.header("x-sloscope-request-id") for seen_ in server.seen} == began == set(seen) == set(ended)
     assert len(ended) == 6
     assert {record["reason"] for record in records(events, "end")} == {"recorder_lost"}
+
+
+def test_the_contract_lies_beside_the_events_so_that_questions_need_not_be_told(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    with upstream(at_once) as (url, _), Stage(tmp_path) as stage:
+        proxy, _, first = start_sidecar(stage, url, events, "--sql-every", "off", goodput="ttft:321")
+        httpx.post(proxy + CHAT, json=ASK)
+        assert "321ms" in (events / "contract.toml").read_text()
+        stage.stop(first)
+        _, _, other = start_sidecar(stage, url, events, "--sql-every", "off", goodput="ttft:999", name="other")
+        assert "999" not in (events / "contract.toml").read_text(), "what earlier records were promised stays"
+        stage.stop(other)
+        assert "questions will need --contract" in other.log.read_text()
+    (row,) = json.loads(ask("query", "goodput", "--observer", "sidecar", "--events", str(events), "--format", "json"))
+    assert (row["offered"], row["qualified"]) == (1, 1)
 
 
 def test_a_killed_control_plane_is_started_again_and_keeps_the_identity(tmp_path: Path) -> None:
