@@ -69,9 +69,10 @@ class Questions:
         key = observer or self._contract.observer
         session = self._sessions.get(key)
         if session is None:
-            session = self._sessions[key] = Session(self._events, self._contract, observer=observer, window=window)
-        else:
-            session.refresh(window)
+            # Opened without a window, since that one would answer every later question that names none.
+            session = Session(self._events, self._contract, observer=observer, compact_first=False)
+            self._sessions[key] = session
+        session.refresh(window)
         return session
 
 

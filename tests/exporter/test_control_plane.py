@@ -148,6 +148,17 @@ def test_a_question_is_answered_with_a_flat_list(tmp_path: Path) -> None:
     asked(tmp_path, test)
 
 
+def test_a_question_without_a_window_is_about_all_data_whatever_window_was_asked_for_before(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient) -> None:
+        narrow = {"from": "1000", "to": "2000", "observer": "sidecar"}
+        (row,) = (await client.get("/api/q/goodput", params=narrow)).json()
+        assert row["offered"] == 0
+        (row,) = (await client.get("/api/q/goodput", params={"observer": "sidecar"})).json()
+        assert row["offered"] == 3
+
+    asked(tmp_path, test)
+
+
 def test_a_question_that_cannot_be_answered_says_why_in_one_line(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient) -> None:
         for path, params, status in (
