@@ -94,6 +94,9 @@ class Receipts:
         for name in receipt:
             if name not in _LATE:
                 raise ReceiptError("malformed", f"send_ns: is missing beside {name}")
+        if end.outcome != "cancelled":
+            # Only the reason of a disconnect may be refined: the counters have judged the request already.
+            raise ReceiptError("outcome", f"outcome: {end.outcome!r} is no late reason; accepted: cancelled")
         record = _checked(
             records.make(
                 "late",

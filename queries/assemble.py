@@ -310,14 +310,14 @@ class Assembly:
 
 
 def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:
-    """Outcome and reason at the observer. A late reason refines `disconnect`, nothing else."""
+    """Outcome and reason at the observer. A late reason refines `disconnect`, nothing else, and into a cancel only."""
     side = row.sides.get(observer)
     if side is None or side.end is None:
         return None, None
     outcome, reason = side.end["outcome"], side.end.get("reason", "")
     if (outcome, reason) == ("cancelled", "disconnect"):
         for late in row.request.late:
-            if late["observer"] == observer and "outcome" in late:
+            if late["observer"] == observer and late.get("outcome") == "cancelled":
                 return late["outcome"], late.get("reason", "")
     return outcome, reason
 

@@ -221,6 +221,13 @@ def test_a_reason_that_comes_late_completes_the_sidecars_record(tmp_path: Path) 
     async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
         assert (await client.post("/v1/receipts", json=sent)).status_code == 200
         assert (await client.post("/v1/receipts", json={**sent, "reason": "bored"})).status_code == 400
+        # It says why a consumer left. That the request completed is nothing that the sidecar could have missed.
+        other = {"request_id": new_request_id(), "outcome": "completed"}
+        answer = await client.post("/v1/receipts", json=other)
+        assert (answer.status_code, answer.json()["rejected"][0]["error"]) == (
+            400,
+            "outcome: 'completed' is no late reason; accepted: cancelled",
+        )
         assert total(plane.store, "sloscope_reason_revisions_total") == 1
         assert total(plane.store, "sloscope_client_requests_total") == 0
 

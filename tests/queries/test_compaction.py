@@ -169,6 +169,16 @@ def test_a_late_reason_refines_a_disconnect_of_a_final_row(tmp_path: Path) -> No
     assert one(tmp_path, "sidecar_outcome, sidecar_reason, engine_kv_freed_ns") == ("cancelled", "voluntary", 5)
 
 
+def test_a_late_report_names_the_reason_of_a_cancel_and_never_makes_it_a_completed_request(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        left = {"outcome": "cancelled", "reason": "disconnect"}
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
+        for said in ({"outcome": "completed"}, {"outcome": "cancelled", "reason": "client_timeout"}):
+            sidecar.write(records.make("late", request_id=new_id(1), observer="sidecar", **said))
+    compact(tmp_path)
+    assert one(tmp_path, "sidecar_outcome, sidecar_reason") == ("cancelled", "client_timeout")
+
+
 def test_a_dead_recorder_leaves_unfinished_once_however_often_recovery_runs(tmp_path: Path) -> None:
     client = JournalWriter(tmp_path, "client", FakeClock(wall_ns=WALL))
     write_request(client, "client", new_id(1), 0, [10 * MS, 25 * MS], ended=False)
