@@ -91,6 +91,8 @@ def _tokens(observer: str, side: Side, events: Events) -> tuple[int, str]:
         return end["output_tokens"], end.get("token_source", "assumed_one")
     if observer == "engine" and events.tokens is not None:
         return sum(dict(zip(events.choice, events.tokens, strict=True)).values()), "engine"
+    if events.tokens and min(events.tokens) >= 0:
+        return sum(events.tokens), "continuous_usage"
     return len(events.t_ns), "assumed_one"
 
 

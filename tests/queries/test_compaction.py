@@ -195,6 +195,15 @@ def test_a_dead_recorder_leaves_unfinished_once_however_often_recovery_runs(tmp_
     )
 
 
+def test_the_tokens_of_a_lost_request_are_those_that_its_events_carried(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock(wall_ns=WALL)) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS, 20 * MS], tokens=[3, 2], ended=False)  # 3 + 2 = 5
+        write_request(sidecar, "sidecar", new_id(2), 0, [10 * MS, 20 * MS], tokens=[3, None], ended=False)
+    compact(tmp_path)
+    rows = select(tmp_path, "select sidecar_tokens, sidecar_token_source from {requests} order by request_id")
+    assert rows == [(5, "continuous_usage"), (2, "assumed_one")]
+
+
 def test_compaction_closes_what_a_dead_recorder_left_open(tmp_path: Path) -> None:
     with JournalWriter(tmp_path, "sidecar", FakeClock(wall_ns=WALL)) as sidecar:
         write_request(sidecar, "sidecar", new_id(1), 7, ended=False)

@@ -68,8 +68,8 @@ class History:
         end = self.end or {}
         engine = self.observer == "engine"
         tokens, source = len(self.stamps), "assumed_one"
-        if engine and self.stamps:
-            tokens, source = sum(self.tokens or []), "engine"
+        if self.tokens is not None and self.stamps:
+            tokens, source = sum(self.tokens), "engine" if engine else "continuous_usage"
         if "output_tokens" in end:
             tokens, source = end["output_tokens"], end.get("token_source", "assumed_one")
         types = [0] * len(self.stamps) if engine else self.types
