@@ -319,6 +319,8 @@ class RequestRecorder:
         event = parse_body(body, orjson.loads)
         self._end.events += len(event.outputs)
         self._facts(event)
+        # Not every server names a finish reason; a whole answer with output in it ended properly.
+        self._end.done = bool(event.outputs)
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             self._final_tokens = event.usage.completion_tokens

@@ -150,6 +150,13 @@ def test_a_json_answer_to_a_request_for_a_stream_has_no_ttft_and_its_e2e_is_its_
     assert (recorder.summary().ttft_ns, recorder.summary().e2e_ns) == (None, 51 * MS)
 
 
+def test_a_whole_answer_with_output_is_complete_without_a_finish_reason() -> None:
+    recorder = ReceiptLog(None, FakeClock()).open(new_request_id(), 0, streaming=False)
+    recorder.response(200, JSON)
+    recorder.receive(1 * MS, b'{"choices": [{"message": {"content": "x"}}]}')
+    assert recorder.end(2 * MS) == ("completed", "")
+
+
 def test_an_error_in_a_200_body_is_in_band() -> None:
     recorder = ReceiptLog(None, FakeClock()).open(new_request_id(), 0, streaming=False)
     recorder.response(200, JSON)
