@@ -6,6 +6,7 @@ still hold the manifest before.
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -23,6 +24,12 @@ from sloscope.journal import Manifest
 ROW_GROUP = 65_536
 SMALL_ROWS = 50_000
 MANY_SMALL = 16
+# What a pass writes below `tables`, a name that was not renamed yet included. Nothing else is ours to delete.
+_OURS = re.compile(
+    rf"(?:{'|'.join(tables.PER_REQUEST + tables.PER_EVENT)})/arrival_date=[0-9-]+/"
+    r"\.?g[0-9]{8,}-[0-9]+(?:-open)?\.parquet(?:\.tmp)?"
+    r"|\.?pending-g[0-9]{8,}\.jsonl(?:\.[0-9]+\.tmp)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +203,17 @@ def live_files(manifest: Manifest) -> set[str]:
 
 
 def remove_leftovers(events: Path, kept: Iterable[str]) -> None:
-    """Deletes what no manifest names: a pass that was killed, and files that were replaced two passes ago."""
+    """Deletes what no manifest names: a pass that was killed, and files that were replaced two passes ago.
+
+    Only names that a pass gives: whatever else somebody keeps in `tables` stays.
+    """
     keep = set(kept)
-    for path in _all_files(events / "tables"):
+    for path in _our_files(events / "tables"):
         if str(path.relative_to(events)) not in keep:
             path.unlink(missing_ok=True)
 
 
-def _all_files(folder: Path) -> Iterator[Path]:
-    return (path for path in folder.rglob("*") if path.is_file())
+def _our_files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if _OURS.fullmatch(path.relative_to(folder).as_posix()) and path.is_file():
+            yield path

@@ -250,3 +250,24 @@ def test_many_small_passes_leave_few_files(tmp_path: Path) -> None:
     )
     assert rows == [(40, 39, MS - 1, MS - 1)]
     assert os.listdir(tmp_path / "tables")
+
+
+def test_files_that_no_pass_wrote_are_left_alone(tmp_path: Path) -> None:
+    """The directory may be somebody's own, with a `tables` folder in it."""
+    foreign = ["notes.md", "mine/data.parquet", "requests/arrival_date=2026-01-01/sales.parquet", "g00000001-1.parquet"]
+    for name in foreign:
+        path = tmp_path / "tables" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("precious")
+    killed = ["chunks/arrival_date=2026-01-01/.g00000001-2.parquet.tmp", "pending-g00000007.jsonl"]
+    for name in killed:
+        path = tmp_path / "tables" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("half a file")
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+    compact(tmp_path)
+    assert compact(tmp_path).generation == 1
+    for name in foreign:
+        assert (tmp_path / "tables" / name).read_text() == "precious"
+    assert not any((tmp_path / "tables" / name).exists() for name in killed)
