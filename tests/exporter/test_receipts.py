@@ -12,8 +12,10 @@ import httpx
 import pytest
 
 from exporter.control_plane import ControlPlane, create_app
+from exporter.questions import published
 from exporter.receipts import MAX_BATCH
 from sloscope.clock import FakeClock
+from sloscope.errors import SloscopeError
 from sloscope.ids import new_request_id
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.exporter.harness import settings_for, total
@@ -246,3 +248,19 @@ def test_a_token_is_asked_for_everywhere_but_at_the_health_check(tmp_path: Path)
         assert (await client.post("/v1/receipts", json=receipt())).status_code == 401
 
     with_app(tmp_path, test, token="right")
+
+
+def test_an_events_directory_that_cannot_be_written_costs_the_records_and_never_a_scrape(tmp_path: Path) -> None:
+    (tmp_path / "events").write_text("a file stands where the directory should be")
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", json=receipt())).json() == {"accepted": 1, "rejected": []}
+        with pytest.raises(SloscopeError):
+            published(plane.questions)
+        answer = await client.get("/metrics")
+        assert answer.status_code == 200 and "NaN" not in answer.text
+        assert total(plane.store, "sloscope_client_requests_qualified_total") == 1
+        # begin, chunks and end
+        assert total(plane.store, "sloscope_journal_dropped_total", observer="client") == 3
+
+    with_app(tmp_path, test)
