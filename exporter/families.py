@@ -57,7 +57,10 @@ class ReceiptFamilies:
         for qualified in ("true", "false"):
             self.store.init(self._tokens, (*labels, qualified))
         row = self._contract.classes.get(labels[0])
-        for obligation in ("outcome", *(row.limits.declared() if row else ("class",))):
+        obligations = ["outcome", *(row.limits.declared() if row else ("class",))]
+        if row is not None and row.limits.min_tokens > 1:
+            obligations.append("min_tokens")  # below 2 the outcome says it: an empty answer has failed
+        for obligation in obligations:
             self.store.init(self._misses, (*labels, obligation))
         for name in (self._ttft, self._ttft_visible, self._itl, self._icl, self._itl_max, self._tpot, self._e2e):
             self.store.init(name, labels)

@@ -23,6 +23,7 @@ ttft = "300ms"
 itl_max = "30ms"
 [classes.batch]
 e2e = "5s"
+min_tokens = 2
 """
 # As the outcomes are defined, window_closed aside: a query derives it.
 ENDS = {
@@ -47,8 +48,8 @@ def test_every_way_to_end_has_its_series_in_the_moment_of_the_first_offer(point:
     families.begun("_unknown", "a-model", "a-tenant")
     for class_name, model, tenant, obligations in (
         ("chat", "unknown", "default", {"outcome", "ttft", "itl_max"}),  # from the start
-        ("batch", "unknown", "default", {"outcome", "e2e"}),
-        ("batch", "a-model", "a-tenant", {"outcome", "e2e"}),
+        ("batch", "unknown", "default", {"outcome", "e2e", "min_tokens"}),
+        ("batch", "a-model", "a-tenant", {"outcome", "e2e", "min_tokens"}),
         ("_unknown", "a-model", "a-tenant", {"outcome", "class"}),
     ):
         mine = {"class": class_name, "model": model, "tenant": tenant}
