@@ -111,7 +111,10 @@ def query(
     with open_session(events, contract, goodput, relax, observer, window) as session:
         result = session.run(name, values)
     if save is not None:
-        save.write_text(_saved(result), encoding="utf-8")
+        try:
+            save.write_text(_saved(result), encoding="utf-8")
+        except OSError as why:
+            raise ConfigError(f"--save: {str(save)!r} cannot be written: {why.strerror}") from None
     print_result(result, format)
 
 

@@ -124,6 +124,12 @@ def test_a_window_rule_or_quantile_method_that_differs_is_named(events, tmp_path
         assert error("compare", str(path), str(other)).startswith(f"{field}: ")
 
 
+def test_a_result_that_cannot_be_kept_is_one_line_and_no_rows(events, tmp_path):
+    path = str(tmp_path / "none" / "x.json")
+    says = error("query", "goodput", "--events", str(events), "--save", path)
+    assert says == f"--save: {path!r} cannot be written: No such file or directory"
+
+
 def test_a_file_that_is_no_saved_result_is_refused(tmp_path):
     path = tmp_path / "x.json"
     path.write_text("{}")
