@@ -17,6 +17,9 @@ NS_PER = {
     "d": 86_400_000_000_000,
 }
 NS_PER_S = NS_PER["s"]
+# Bounds under which the sum of a wall time and a duration fits the 64 bits of a column.
+_MAX_DURATION_NS = 36_500 * NS_PER["d"]
+_FIRST_YEAR, _LAST_YEAR = 1900, 2150
 _DURATION = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*(ns|us|µs|ms|s|m|h|d)\s*$")
 
 
@@ -28,6 +31,8 @@ def parse_duration_ns(text: str, field: str = "duration") -> int:
     ns = Decimal(match[1]) * NS_PER[match[2]]
     if ns != int(ns) or ns <= 0:
         raise ConfigError(f"{field}: {text!r} must be above zero and a whole number of nanoseconds")
+    if ns > _MAX_DURATION_NS:
+        raise ConfigError(f"{field}: {text[:40]!r} is no usable duration; accepted: up to 36500d")
     return int(ns)
 
 
@@ -56,6 +61,8 @@ def parse_instant_ns(text: str, field: str = "time") -> int:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
         raise ConfigError(f"{field}: {text!r} is not ISO 8601; accepted: 2026-01-31T12:00:00Z") from None
+    if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
+        raise ConfigError(f"{field}: {text!r} is out of range; accepted: the years {_FIRST_YEAR} to {_LAST_YEAR}")
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     whole = int(moment.replace(microsecond=0).timestamp())

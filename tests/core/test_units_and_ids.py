@@ -30,6 +30,21 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         units.parse_duration_ns(text)
 
 
+@pytest.mark.parametrize("text", ["36501d", "9" * 400 + "d", "99999999999999999999ms"])
+def test_a_duration_that_no_column_holds_is_refused(text: str) -> None:
+    assert units.parse_duration_ns("36500d") == 36_500 * 86_400 * 10**9  # 3.2e18, below 2**63 = 9.2e18
+    with pytest.raises(ConfigError, match="accepted: up to 36500d"):
+        units.parse_duration_ns(text)
+
+
+@pytest.mark.parametrize("text", ["9999-01-01+1s", "0001-01-01..2026-01-01", "2026-01-01..2151-01-01"])
+def test_a_window_that_no_column_holds_is_refused(text: str) -> None:
+    start, end = units.parse_window("2150-12-31+36500d")
+    assert end - start == units.parse_duration_ns("36500d") and end < 2**63
+    with pytest.raises(ConfigError, match="accepted: the years 1900 to 2150"):
+        units.parse_window(text)
+
+
 @given(st.integers(1, 10**18))
 def test_formatting_a_duration_is_exact(ns: int) -> None:
     assert units.parse_duration_ns(units.format_ns(ns)) == ns
