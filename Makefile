@@ -28,7 +28,7 @@ lab: $(STAMP)  ## The eight requests of the lab
 	$(BIN)/sloscope lab
 
 test: $(STAMP)  ## The fast tests, under five minutes on two cores
-	$(BIN)/python -m pytest -q -m 'not e2e and not gpu'
+	$(BIN)/python -m pytest -q -m 'not e2e and not gpu' -n 2 --dist loadfile
 
 check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the tests
 	$(BIN)/ruff format --check .
