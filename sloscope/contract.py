@@ -215,6 +215,8 @@ def parse(text: str, where: str = "contract") -> Contract:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ContractError(f"{where}: not TOML: {error}") from None
+    except RecursionError:
+        raise ContractError(f"{where}: not accepted: values are nested too deeply") from None
     return _Reader(where).contract(document)
 
 
@@ -301,8 +303,8 @@ class _Reader:
         row = self.table(rows, name, path, known)
         limits = {f"{limit}_ns": self.duration(row, limit, f"{path}.{limit}") for limit in LIMIT_NAMES}
         min_tokens = row.get("min_tokens", 1)
-        if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 0:
-            raise self.fail(f"{path}.min_tokens", min_tokens, "a whole number of tokens, 0 or more")
+        if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or not 0 <= min_tokens < 2**31:
+            raise self.fail(f"{path}.min_tokens", min_tokens, "a whole number of tokens, 0 or more, below 2^31")
         if not any(limits.values()) and "min_tokens" not in row:
             raise self.fail(path, dict(row), f"at least one of {', '.join((*LIMIT_NAMES, 'min_tokens'))}")
         objective = row.get("objective", 0.99)

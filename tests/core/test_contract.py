@@ -112,3 +112,9 @@ def test_presets_load_and_have_a_sheet_with_every_obligation(name: str) -> None:
 def test_a_missing_file_is_one_line() -> None:
     with pytest.raises(ContractError, match=r"contract 'nowhere.toml': cannot be read: No such file"):
         c.load("nowhere.toml")
+
+
+def test_a_count_that_no_column_holds_and_a_value_nested_without_end_are_refused_in_one_line() -> None:
+    for line, says in (("min_tokens = " + "9" * 30, "min_tokens"), ("tpot = " + "[" * 5000 + "]" * 5000, "nested")):
+        with pytest.raises(ContractError, match=says):
+            c.parse(BASE.replace('itl_max = "30ms"', f'itl_max = "30ms"\n{line}'))
