@@ -58,6 +58,8 @@ class JournalWriter:
         self._fd = -1
         self._torn = False
         self._anchor_mono = self._anchor_wall = 0
+        self._anchored = False  # the latest anchor is on disk
+        self._in_file = 0  # records
         self.written = 0  # records
         self.lost = 0  # records
         self.bytes = 0
@@ -110,20 +112,32 @@ class JournalWriter:
             whole = data[:done].count(b"\n") - (1 if data[:1] == b"\n" else 0)
             self.written += max(whole, 0)
             self.lost += count - max(whole, 0)
+            self._in_file += max(whole, 0)
+            self._anchored = False  # it may have been in what was cut off
             self.last_error = "short write"
             return False
         self.written += count
+        self._in_file += count
         return True
 
     def _drop(self, error: OSError) -> bool:
         self.lost += len(self._buffer)
         self._buffer = []
+        self._anchored = False  # it may have been among them
         self.last_error = error.strerror or errno.errorcode.get(error.errno or 0, "error")
         return False
 
     def _tend(self) -> None:
-        """Rotate a full file, and set a new anchor every ten seconds or after a step of the wall clock."""
-        if self.file_bytes >= self._max_bytes:
+        """Rotate a full file or one that was deleted, and set a new anchor every ten seconds, after a step of the wall
+        clock, and when the last one was lost.
+        """
+        deleted = os.fstat(self._fd).st_nlink == 0
+        if deleted:
+            self.lost += self._in_file
+            self._in_file = 0
+            self.last_error = "the journal file was deleted"
+            self._directory.mkdir(parents=True, exist_ok=True)
+        if deleted or self.file_bytes >= self._max_bytes:
             # The new lock is held before the old one is free: at no moment does this writer look dead.
             old = self._fd
             self._open()
@@ -131,11 +145,11 @@ class JournalWriter:
             return
         mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
         drift = (wall - self._anchor_wall) - (mono - self._anchor_mono)
-        if mono - self._anchor_mono >= CLOCK_EVERY_NS or abs(drift) >= WALL_STEP_NS:
+        if mono - self._anchor_mono >= CLOCK_EVERY_NS or abs(drift) >= WALL_STEP_NS or not self._anchored:
             self._buffer.insert(0, self._clock_record(mono, wall))
 
     def _clock_record(self, mono: int, wall: int) -> bytes:
-        self._anchor_mono, self._anchor_wall = mono, wall
+        self._anchor_mono, self._anchor_wall, self._anchored = mono, wall, True
         return self._encode(records.make("clock", mono_ns=mono, wall_ns=wall, clock_id=self._clock.clock_id))
 
     def _open(self) -> None:
@@ -145,7 +159,7 @@ class JournalWriter:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         # Waits only for `is_live` of a reader, which holds the lock of a new file for a moment.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
-        self.file_bytes = 0
+        self.file_bytes = self._in_file = 0
         self._torn = False
         waiting, self._buffer = self._buffer, []
         self._put([self._clock_record(self._clock.monotonic_ns(), self._clock.wall_ns())])
@@ -167,7 +181,7 @@ class JournalWriter:
 
 def journal_files(events: Path) -> list[Path]:
     """Every journal file of the directory, oldest name first within an observer."""
-    return sorted((Path(events) / "journal").glob("*/*.jsonl"))
+    return sorted(path for path in (Path(events) / "journal").glob("*/*.jsonl") if path.is_file())
 
 
 def writer_of(path: Path) -> str:
@@ -256,16 +270,36 @@ class Manifest:
     @classmethod
     def load(cls, events: Path) -> "Manifest":
         try:
-            text = cls.path(events).read_text()
+            text = cls.path(events).read_bytes()
         except FileNotFoundError:
             return cls()
+        except OSError as error:
+            raise JournalError(f"manifest {str(cls.path(events))!r}: cannot be read: {error.strerror}") from None
         try:
             body = json.loads(text)
             if body["v"] != 1:
                 raise JournalError(f"manifest: v: {body['v']!r} is not readable; accepted: 1")
-            return cls(body["generation"], body["journals"], body["tables"], body["state"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise JournalError(f"manifest {str(cls.path(events))!r}: damaged ({error})") from None
+            manifest = cls(body["generation"], body["journals"], body["tables"], body["state"])
+            manifest._check()
+            return manifest
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise JournalError(
+                f"manifest {str(cls.path(events))!r}: damaged ({error}); accepted: what compaction wrote; without the "
+                "file the tables are made anew from the journal"
+            ) from None
+
+    def _check(self) -> None:
+        """Raises TypeError for a field that is not what compaction writes."""
+        whole = {
+            "generation": type(self.generation) is int,
+            "journals": isinstance(self.journals, dict) and all(type(n) is int for n in self.journals.values()),
+            "tables": isinstance(self.tables, dict)
+            and all(isinstance(n, list) and all(isinstance(f, str) for f in n) for n in self.tables.values()),
+            "state": isinstance(self.state, dict),
+        }
+        for name, fits in whole.items():
+            if not fits:
+                raise TypeError(f"{name}: has another type")
 
     def save(self, events: Path) -> None:
         body = {

@@ -4,6 +4,8 @@ import contextlib
 import errno
 import json
 import os
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,7 +128,8 @@ def test_a_full_disk_loses_records_with_a_count_and_never_raises(
     assert writer.write(last)
     rows, tail = read(writer.path)
     assert rows[-1] == last, "a line after a torn one stands on a line of its own"
-    assert writer.written + writer.lost == 5  # the clock, one lost, two in the short write, one after
+    # The clock, one lost, an anchor and two in the short write, an anchor and one after: 1 + 1 + 3 + 2.
+    assert writer.written + writer.lost == 7
     assert tail.bad_lines <= 1
 
 
@@ -189,3 +192,56 @@ def test_arrays_of_one_record_have_one_length() -> None:
     chunk = records.make("chunks", request_id=new_request_id(), ordinal0=0, t_ns=[1, 2], choice=[0], type=[0, 0])
     with pytest.raises(records.RecordError, match=r"chunks.choice: 1 values for 2 events"):
         records.check(chunk)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"\xff\xfe", b"{}", b"[" * 100_000, b'{"v":1,"generation":"x","journals":{},"tables":{},"state":{}}',
+     b'{"v":1,"generation":1,"journals":{"a":"b"},"tables":{},"state":{}}',
+     b'{"v":1,"generation":1,"journals":{},"tables":{"requests":[3]},"state":{}}',
+     b'{"v":1,"generation":1,"journals":{},"tables":{},"state":5}'],
+)  # fmt: skip
+def test_a_damaged_manifest_is_one_line_that_names_the_file(tmp_path: Path, text: bytes) -> None:
+    Manifest.path(tmp_path).write_bytes(text)
+    with pytest.raises(JournalError, match=r"manifest '.*manifest.json': damaged") as caught:
+        Manifest.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_file_is_no_journal(tmp_path: Path) -> None:
+    folder = tmp_path / "journal" / "client"
+    (folder / "folder.jsonl").mkdir(parents=True)
+    os.mkfifo(folder / "fifo.jsonl")
+    (folder / "nowhere.jsonl").symlink_to("missing")
+    (folder / "file.jsonl").touch()
+    assert [path.name for path in journal_files(tmp_path)] == ["file.jsonl"]
+
+
+def test_after_a_loss_the_next_write_brings_the_anchor_that_may_have_been_in_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    limit, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # every write fails, as on a full disk
+        earlier = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        writer = JournalWriter(tmp_path, "client", clock)
+        assert not writer.write(begin())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        signal.signal(signal.SIGXFSZ, earlier)
+    assert writer.write(begin())
+    rows, _ = read(writer.path)
+    assert [row["kind"] for row in rows] == ["clock", "begin"], "a stamp without an anchor has no place on the wall"
+    writer.close()
+
+
+def test_a_directory_deleted_under_a_writer_is_noticed_counted_and_made_anew(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    writer = JournalWriter(events, "client", FakeClock())
+    assert writer.write(begin()) and writer.write(begin())
+    shutil.rmtree(events)
+    last = begin()
+    assert writer.write(last)
+    rows, _ = read(writer.path)
+    assert [row["kind"] for row in rows] == ["clock", "begin"] and rows[1] == last
+    assert writer.lost == 3, "the clock and two records went with their file"
+    writer.close()
