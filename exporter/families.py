@@ -20,6 +20,7 @@ from sloscope.records import OUTCOMES
 Labels = tuple[str, str, str]  # class, model, tenant
 _NO_MODEL = "unknown"
 _NO_TENANT = "default"
+_OVERFLOW = "sloscope_tenant_overflow_total"
 # Which requests were open when a window closed is derived from a window, so no counter can know it.
 _ENDS = tuple(
     (outcome, reason) for outcome, reasons in OUTCOMES.items() for reason in reasons if reason != "window_closed"
@@ -32,6 +33,7 @@ class ReceiptFamilies:
     def __init__(self, store: MetricStore, point: str, contract: Contract) -> None:
         self.store = store
         self._contract = contract
+        self._point = point
         self._inflight: dict[Labels, int] = {}
 
         def name(suffix: str) -> str:
@@ -43,6 +45,7 @@ class ReceiptFamilies:
         self._ttft, self._ttft_visible = name("ttft_seconds"), name("ttft_visible_seconds")
         self._itl, self._icl, self._itl_max = name("itl_seconds"), name("icl_seconds"), name("itl_max_seconds")
         self._tpot, self._e2e = name("tpot_seconds"), name("e2e_seconds")
+        store.init(_OVERFLOW, (point,))
         self._ready: set[Labels] = set()
         for class_name in contract.classes:
             self._init((class_name, _NO_MODEL, _NO_TENANT))
@@ -68,7 +71,11 @@ class ReceiptFamilies:
     def begun(self, class_name: str, model: str, tenant: str) -> Labels:
         """Counts an offered request. The labels are those under which it has to end."""
         store = self.store
-        labels = (class_name, store.bounded("model", model or _NO_MODEL), store.bounded("tenant", tenant or _NO_TENANT))
+        model, named = store.bounded("model", model or _NO_MODEL), tenant or _NO_TENANT
+        tenant = store.bounded("tenant", named)
+        if tenant != named:
+            store.inc(_OVERFLOW, 1, (self._point,))
+        labels = (class_name, model, tenant)
         if labels not in self._ready:
             self._init(labels)
         store.inc(self._offered, 1, labels)

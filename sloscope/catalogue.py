@@ -127,7 +127,7 @@ _RECORDER = [
     Metric(f"{PREFIX}recovered_requests_total", "counter", "Requests closed as unfinished after their recorder died.", (), (), "recorder"),
     Metric(f"{PREFIX}reason_revisions_total", "counter", "Outcomes refined by a reason that came later.", (), (), "recorder"),
     Metric(f"{PREFIX}receipts_rejected_total", "counter", "Client receipts refused, by cause.", ("cause",), (), "recorder"),
-    Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", (), (), "recorder"),
+    Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", ("observer",), (), "recorder"),
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),
     Metric(f"{PREFIX}upstream_up", "gauge", "1 if the last connect to the upstream worked.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),

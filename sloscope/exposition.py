@@ -128,8 +128,6 @@ class MetricStore:
         if len(seen) < self._max_label_values:
             seen.add(value)
             return value
-        if label == "tenant" and f"{catalogue.PREFIX}tenant_overflow_total" in self._metrics:
-            self.inc(f"{catalogue.PREFIX}tenant_overflow_total")
         return OTHER
 
     def _histogram(self, name: str, labels: Labels) -> _Histogram:

@@ -11,9 +11,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from exporter.control_plane import ControlPlane, create_app
+from exporter.families import ReceiptFamilies
 from sloscope.clock import SystemClock
 from sloscope.contract import from_shorthand
-from tests.exporter.harness import DONE, Bench, answering, bench, event, finish, run, settings_for, total
+from tests.exporter.harness import ASK, DONE, Bench, answering, bench, event, finish, run, settings_for, total
 
 
 def beside(b: Bench) -> ControlPlane:
@@ -60,6 +61,26 @@ def test_a_new_data_plane_starts_its_series_anew(tmp_path: Path) -> None:
             assert series(text, "sloscope_sidecar_requests_offered_total") == 1
             assert series(text, "sloscope_recovered_requests_total") == 5
             assert series(text, "sloscope_data_plane_restarts_total") == 1
+            await control.link.close()
+
+    run(test())
+
+
+def test_what_both_planes_count_is_told_apart_and_never_overwritten(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE), max_label_values=2) as b:
+            control = beside(b)
+            families = ReceiptFamilies(control.store, "client", control.contract)
+            for number in range(7):
+                families.begun("default", "m", f"t{number}")
+            for number in range(3):
+                await b.ask(ASK, f"x-slo-tenant: t{number}")
+            await b.ends(3)
+            await control.metrics()
+            # Two values each: t2 to t6 are five at the client, t2 is one at the sidecar.
+            overflow = "sloscope_tenant_overflow_total"
+            assert total(control.store, overflow, observer="client") == 5
+            assert total(control.store, overflow, observer="sidecar") == 1
             await control.link.close()
 
     run(test())
