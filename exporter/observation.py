@@ -86,7 +86,7 @@ class Observation:
         self._ended = False
         self._labels: Labels = ("", "", "")
         self._resolved: Resolved = self._resolve()
-        self._streaming = False
+        self._streaming: bool | None = None  # asked for; None: the request was not read
         self._n_choices = 1
 
         self._status: int | None = None
@@ -146,7 +146,8 @@ class Observation:
         asked = self._read_request(body)
         if body is None and then is not None:
             self.watch.problem("request_above_inspect_limit")
-        self._streaming = asked.get("stream") is True
+        if body is not None:
+            self._streaming = asked.get("stream") is True
         self._n_choices = min(_count(asked.get("n")) or 1, _MAX_CHOICES)
         model = asked.get("model")
         model = model[:_MAX_TEXT] if isinstance(model, str) else ""
@@ -171,7 +172,7 @@ class Observation:
             limits=self._resolved.limits.as_record(),
             own_limits=dict(self._resolved.own) or None,
             streaming=self._streaming,
-            n_choices=self._n_choices,
+            n_choices=self._n_choices if body is not None else None,
             max_tokens=_count(asked.get("max_completion_tokens")) or _count(asked.get("max_tokens")),
             stop_after=int(stop_after) if stop_after.isdigit() and len(stop_after) < 10 else None,
             path=self._path,
@@ -358,8 +359,10 @@ class Observation:
                 consumer_hold_ns=self.consumer_hold_ns,
             )
         )
+        # What was not read may have streamed: it is held to every limit.
+        streamed = self._streaming is not False
         self.watch.families.ended(
-            self._labels, end, summary, self._resolved, self._streaming, self._t_ns, self._choice, event_tokens
+            self._labels, end, summary, self._resolved, streamed, self._t_ns, self._choice, event_tokens
         )
         self._count_problems()
 

@@ -29,7 +29,8 @@ cohort as (
             when 'model' then model
             when 'tenant' then tenant
             when 'outcome' then outcome
-            when 'streaming' then case when streaming then 'streaming' else 'not streaming' end
+            when 'streaming'
+                then case when streaming then 'streaming' when not streaming then 'not streaming' end
         end as part,
         outcome,
         unobserved,

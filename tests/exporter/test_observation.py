@@ -416,6 +416,22 @@ def test_a_body_above_the_limit_is_forwarded_unread(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_request_that_was_not_read_may_have_streamed_and_is_held_to_every_limit(tmp_path: Path) -> None:
+    contract = 'version = 1\n[classes.any]\nttft = "1ns"\ne2e = "1h"\nstreaming = "optional"\n'
+    large = b'{"model":"m","stream":true,"prompt":"' + b"x" * 3000 + b'"}'
+
+    async def test() -> None:
+        stream = answering(event(), finish(), DONE)
+        async with bench(tmp_path, stream, inspect_limit=1024, contract=contract, contract_is_shorthand=False) as b:
+            await b.ask(large)
+            await b.ends()
+            (begin,) = b.records("begin")
+            assert not {"streaming", "n_choices"} & begin.keys()  # unknown is left out, never false
+            assert b.total("sloscope_sidecar_contract_misses_total", obligation="ttft") == 1
+
+    run(test())
+
+
 def test_what_the_observer_raises_is_counted_and_the_stream_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
