@@ -290,8 +290,10 @@ class Assembly:
                 "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
                 "at_ns": gaps.at_ns,
                 "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
-                "emit_at_ns": pa.array(gaps.emit_at_ns, mask=~gaps.aligned),
-                "emit_gap_ns": pa.array(gaps.emit_at_ns - gaps.emit_prev_ns, mask=~gaps.prev_aligned),
+                "lag_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~gaps.aligned),
+                "delivery_ns": pa.array(
+                    (gaps.at_ns - gaps.prev_ns) - (gaps.emit_at_ns - gaps.emit_prev_ns), mask=~gaps.prev_aligned
+                ),
                 "together": gaps.together,
                 "emit_together": pa.array(gaps.emit_together, mask=~gaps.aligned),
                 "same_clock": pa.array(same_clock[gaps.row], mask=~both[gaps.row]),

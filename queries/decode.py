@@ -17,16 +17,33 @@ from sloscope.ids import is_request_id
 NULL_NS = -(2**63)  # in an array of stamps: not known
 NULL_TOKENS = -1  # in an array of token counts: not known
 
-_PYTHON_TYPE: dict[str, type] = {"int": int, "str": str, "bool": bool}
-_PLAIN = {
-    kind: {f.name: (_PYTHON_TYPE.get(f.type), frozenset(f.accepted) or None) for f in fields}
-    for kind, fields in records.SCHEMA.items()
+_TYPES = {kind: {f.name: f.type for f in fields} for kind, fields in records.SCHEMA.items()}
+_ACCEPTED = {
+    kind: {f.name: frozenset(f.accepted) for f in fields if f.accepted} for kind, fields in records.SCHEMA.items()
 }
+_REQUIRED = {kind: frozenset(f.name for f in fields if f.required) for kind, fields in records.SCHEMA.items()}
+_LABEL_TYPES = frozenset((str, int, float, bool))
+_LIMITS = frozenset(records.LIMIT_FIELDS)
 _STAMPS = {"chunks": "t_ns", "emit": "computed_ns"}
-_OPTIONAL_STAMPS = {"chunks": ("forwarded_ns",), "emit": ("handed_ns", "written_ns", "step_id")}
-_TOKENS = {"chunks": "tokens", "emit": "cum_tokens"}
+# Each list of a batch: its array's code, and what stands for null where null is accepted.
+_LISTS: dict[str, dict[str, tuple[str, int | None]]] = {
+    "chunks": {
+        "t_ns": ("q", None),
+        "choice": ("i", None),
+        "type": ("B", None),
+        "tokens": ("i", NULL_TOKENS),
+        "forwarded_ns": ("q", NULL_NS),
+    },
+    "emit": {
+        "choice": ("i", None),
+        "cum_tokens": ("i", None),
+        "computed_ns": ("q", None),
+        "handed_ns": ("q", NULL_NS),
+        "written_ns": ("q", NULL_NS),
+        "step_id": ("q", NULL_NS),
+    },
+}
 _HEAD = frozenset({"v", "kind", "request_id", "attempt", "ordinal0"})
-_BATCH_FIELDS = {kind: frozenset(f.name for f in records.SCHEMA[kind]) | {"v", "kind"} for kind in _STAMPS}
 _NOT_A_TYPE = bytes(range(len(records.OUTPUT_TYPES)))
 
 
@@ -40,7 +57,7 @@ def decode(line: bytes) -> records.Record:
     if type(record) is not dict:
         return records.check(record)
     kind = record.get("kind")
-    if kind in _STAMPS:
+    if kind == "chunks" or kind == "emit":
         return _batch(kind, record)
     if not _usual(kind, record):
         records.check(record)
@@ -49,51 +66,77 @@ def decode(line: bytes) -> records.Record:
 
 def _usual(kind: Any, record: records.Record) -> bool:
     """Certainly right; False where only `records.check` can tell."""
-    fields = _PLAIN.get(kind) if type(kind) is str else None
-    if fields is None or kind in ("begin", "end", "late") or record.get("v") != records.VERSION:
+    types = _TYPES.get(kind) if type(kind) is str else None
+    if types is None or record.get("v") != records.VERSION or not _REQUIRED[kind] <= record.keys():
         return False
-    for field in records.SCHEMA[kind]:
-        if field.required and field.name not in record:
-            return False
     for name, value in record.items():
-        if name in ("v", "kind"):
-            continue
-        expected, accepted = fields.get(name, (None, None))
-        if expected is str:
-            fits = type(value) is str and len(value) <= 1024 and (accepted is None or value in accepted)
-        elif expected is int:
-            fits = type(value) is int and -(2**63) <= value < 2**63
-        else:
-            fits = type(value) is expected
-        if not fits:
+        expected, found = types.get(name), type(value)
+        if expected == "int":
+            if found is not int or not -(2**63) <= value < 2**63:
+                return False
+        elif expected == "str":
+            if found is not str or len(value) > 1024:
+                return False
+        elif not (name in ("v", "kind") or (expected is not None and _fits(expected, value))):
             return False
-    request_id = record.get("request_id")
-    return request_id is None or is_request_id(request_id)
+    for name, accepted in _ACCEPTED[kind].items():
+        if name in record and record[name] not in accepted:
+            return False
+    if "outcome" in record and record.get("reason", "") not in records.OUTCOMES[record["outcome"]]:
+        return False
+    if kind == "begin" and "send_ns" not in record and "arrived_ns" not in record:
+        return False
+    return "request_id" not in record or is_request_id(record["request_id"])
+
+
+def _fits(expected: str, value: Any) -> bool:
+    found = type(value)
+    if expected == "strs":
+        return found is list and all([type(item) is str or item is None for item in value])
+    if expected == "bool":
+        return found is bool
+    if expected == "float":
+        return found is float or found is int
+    if expected == "limits":
+        return found is dict and value.keys() <= _LIMITS and all([type(item) is int for item in value.values()])
+    if expected == "labels":
+        return found is dict and all([type(item) in _LABEL_TYPES for item in value.values()])
+    return False
 
 
 def _batch(kind: str, record: dict[str, Any]) -> records.Record:
-    fields = _BATCH_FIELDS[kind]
-    stamps = record.get(_STAMPS[kind])
-    request_id = record.get("request_id")
+    stamps, request_id = record.get(_STAMPS[kind]), record.get("request_id")
     if not (
         record.get("v") == records.VERSION
-        and record.keys() <= fields
         and type(stamps) is list
         and type(request_id) is str
         and is_request_id(request_id)
         and type(record.get("ordinal0")) is int
         and type(record.get("attempt", 0)) is int
+        and _REQUIRED[kind] <= record.keys()
     ):
         return _refuse(record)
-    if record["ordinal0"] < 0:
-        raise RecordError(f"{kind}.ordinal0: expected 0 or more, got {record['ordinal0']}")
-    for name in record.keys() - _HEAD:
-        if type(record[name]) is not list or len(record[name]) != len(stamps):
+    if not 0 <= record["ordinal0"] < 2**63 or not 0 <= record.get("attempt", 0) < 2**63:
+        records.check(record)
+        raise RecordError(f"{kind}: ordinal0 and attempt: accepted: 0 or more")
+    count, lists = len(stamps), _LISTS[kind]
+    arrays: dict[str, array[int] | bytes] = {}
+    for name, value in record.items():
+        if name in _HEAD:
+            continue
+        if name not in lists or type(value) is not list or len(value) != count:
             return _refuse(record)
-    try:
-        return _arrays(kind, record)
-    except KeyError as missing:
-        raise RecordError(f"{kind}.{missing.args[0]}: is missing") from None
+        code, null = lists[name]
+        try:
+            arrays[name] = array(code, value)
+        except (TypeError, OverflowError):
+            arrays[name] = _with_nulls(kind, name, code, null, value)
+    if kind == "chunks":
+        arrays["type"] = types = bytes(arrays["type"])
+        if types.translate(None, _NOT_A_TYPE):
+            raise RecordError(f"chunks.type: accepted: 0 to {len(records.OUTPUT_TYPES) - 1}")
+    record.update(arrays)
+    return record
 
 
 def _refuse(record: dict[str, Any]) -> records.Record:
@@ -102,31 +145,7 @@ def _refuse(record: dict[str, Any]) -> records.Record:
     raise AssertionError("records.check accepts a batch that decode does not know")
 
 
-def _arrays(kind: str, record: dict[str, Any]) -> records.Record:
-    record[_STAMPS[kind]] = _integers("q", kind, _STAMPS[kind], record)
-    record["choice"] = _integers("i", kind, "choice", record)
-    for name in _OPTIONAL_STAMPS[kind]:
-        if name in record:
-            record[name] = _integers("q", kind, name, record, NULL_NS)
-    if kind == "emit" or "tokens" in record:
-        null = NULL_TOKENS if kind == "chunks" else None
-        record[_TOKENS[kind]] = _integers("i", kind, _TOKENS[kind], record, null)
-    if kind == "chunks":
-        try:
-            record["type"] = bytes(record["type"])
-        except (TypeError, ValueError):
-            raise RecordError("chunks.type: expected ints") from None
-        if record["type"].translate(None, _NOT_A_TYPE):
-            raise RecordError(f"chunks.type: accepted: 0 to {len(records.OUTPUT_TYPES) - 1}")
-    return record
-
-
-def _integers(code: str, kind: str, name: str, record: dict[str, Any], null: int | None = None) -> "array[int]":
-    values = record[name]
-    try:
-        return array(code, values)
-    except (TypeError, OverflowError):
-        pass
+def _with_nulls(kind: str, name: str, code: str, null: int | None, values: list[Any]) -> "array[int]":
     try:
         if null is not None:
             return array(code, [null if value is None else value for value in values])

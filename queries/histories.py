@@ -73,31 +73,43 @@ def events_of(side: Side) -> Events:
     """Batches joined by their position; a repeated position keeps what came first."""
     events = Events()
     batches = side.batches
-    if any(a["ordinal0"] > b["ordinal0"] for a, b in itertools.pairwise(batches)):
-        batches = sorted(batches, key=lambda batch: batch["ordinal0"])
-    expected = 0
-    token_source = any(_TOKENS[batch["kind"]] in batch for batch in batches)
-    names = {name for batch in batches for name in _DELIVERY[batch["kind"]] if name in batch}
-    events.delivery = {name: array("q") for name in sorted(names)}
-    for batch in batches:
-        kind, position = batch["kind"], batch["ordinal0"]
-        stamps = batch[_STAMPS[kind]]
-        count = len(stamps)
-        skip = min(max(expected - position, 0), count)
-        events.lost += max(position - expected, 0)
-        events.repeated += skip
-        expected = max(expected, position + count)
-        events.t_ns += stamps[skip:]
-        events.choice += batch["choice"][skip:]
-        events.types += batch["type"][skip:] if kind == "chunks" else bytes(count - skip)
-        if token_source:
-            tokens = batch.get(_TOKENS[kind])
-            events.tokens += array("i", [NULL_TOKENS]) * (count - skip) if tokens is None else tokens[skip:]
-        for name, joined in events.delivery.items():
-            joined += batch[name][skip:] if name in batch else array("q", [NULL_NS]) * (count - skip)
-    if not token_source:
+    if not batches:
         events.tokens = None
+        return events
+    kind = batches[0]["kind"]
+    of_stamps, of_tokens, delivery = _STAMPS[kind], _TOKENS[kind], _DELIVERY[kind]
+    if any([a["ordinal0"] > b["ordinal0"] for a, b in itertools.pairwise(batches)]):
+        batches = sorted(batches, key=lambda batch: batch["ordinal0"])
+    has_tokens = any([of_tokens in batch for batch in batches])
+    names = [name for name in delivery if any([name in batch for batch in batches])]
+    expected = 0
+    t_ns, choice, types, tokens = events.t_ns, events.choice, events.types, array("i")
+    joined = {name: array("q") for name in names}
+    for batch in batches:
+        position, count = batch["ordinal0"], len(batch[of_stamps])
+        if position != expected:
+            skip = min(max(expected - position, 0), count)
+            events.lost += max(position - expected, 0)
+            events.repeated += skip
+            batch = _without_first(batch, skip)
+            count -= skip
+            position += skip
+        expected = max(expected, position + count)
+        t_ns += batch[of_stamps]
+        choice += batch["choice"]
+        types += batch["type"] if "type" in batch else bytes(count)
+        if has_tokens:
+            tokens += batch[of_tokens] if of_tokens in batch else array("i", [NULL_TOKENS]) * count
+        for name, values in joined.items():
+            values += batch[name] if name in batch else array("q", [NULL_NS]) * count
+    events.tokens = tokens if has_tokens else None
+    events.delivery = joined
     return events
+
+
+def _without_first(batch: records.Record, skip: int) -> records.Record:
+    lists = (array, bytes)
+    return {name: value[skip:] if isinstance(value, lists) else value for name, value in batch.items()}
 
 
 class Request:
@@ -118,7 +130,10 @@ class Request:
     def add(self, line: Line) -> None:
         record = line.record
         kind = record["kind"]
-        self.sources.setdefault(line.journal, array("q")).extend((line.start, line.end, line.wall_offset))
+        spans = self.sources.get(line.journal)
+        if spans is None:
+            spans = self.sources[line.journal] = array("q")
+        spans.extend((line.start, line.end, line.wall_offset))
         if kind == "state":
             self.states.append(record)
             return
@@ -127,7 +142,10 @@ class Request:
             return
         if kind == "decision":
             return
-        writers = self.attempts.setdefault((line.observer, record.get("attempt", 0)), {})
+        attempt = (line.observer, record.get("attempt", 0))
+        writers = self.attempts.get(attempt)
+        if writers is None:
+            writers = self.attempts[attempt] = {}
         side = writers.get(line.writer)
         if side is None:
             side = writers[line.writer] = Side()

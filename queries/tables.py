@@ -158,21 +158,21 @@ LATE_GAPS: tuple[Column, ...] = (
         "emit_prev_ns",
         "BIGINT",
         "when the engine computed the event before; NULL when not aligned",
-        "emit_at_ns - emit_gap_ns",
+        "(at_ns - lag_ns) - (gap_ns - delivery_ns)",
     ),
-    *_columns(
-        "BIGINT",
-        ("emit_at_ns", "when the engine computed the event; NULL when not aligned"),
-        ("emit_gap_ns", "the engine's own gap; NULL at ordinal 1 or when not aligned"),
-    ),
+    Column("emit_at_ns", "BIGINT", "when the engine computed the event; NULL when not aligned", "at_ns - lag_ns"),
     Column(
-        "hold_ns", "BIGINT", "at minus emitted; NULL across clocks", "case when same_clock then at_ns - emit_at_ns end"
+        "emit_gap_ns",
+        "BIGINT",
+        "the engine's own gap; NULL at ordinal 1 or when not aligned",
+        "gap_ns - delivery_ns",
     ),
+    Column("hold_ns", "BIGINT", "at minus emitted; NULL across clocks", "case when same_clock then lag_ns end"),
     Column(
         "prev_hold_ns",
         "BIGINT",
         "the same of the event before",
-        "case when same_clock then (at_ns - gap_ns) - (emit_at_ns - emit_gap_ns) end",
+        "case when same_clock then lag_ns - delivery_ns end",
     ),
     *_columns(
         "BIGINT",
@@ -258,6 +258,14 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "states": STATES,
     "decisions": DECISIONS,
 }
+# In the files alone: the columns above are derived from them, and they are small numbers where stamps are large.
+STORED_ONLY: dict[str, tuple[Column, ...]] = {
+    "late_gaps": _columns(
+        "BIGINT",
+        ("lag_ns", "at minus emitted, also across clocks; NULL when not aligned"),
+        ("delivery_ns", "gap minus the engine's own gap; NULL at ordinal 1 or when not aligned"),
+    ),
+}
 PER_REQUEST = ("requests", "chunks", "late_gaps", "sources")  # written and rewritten together, part by part
 PER_EVENT = ("steps", "step_requests", "states", "decisions")  # appended only
 
@@ -268,7 +276,7 @@ def columns(table: str) -> tuple[Column, ...]:
 
 def stored(table: str) -> tuple[Column, ...]:
     """The columns that stand in the files."""
-    return tuple(column for column in columns(table) if not column.derived)
+    return tuple(column for column in columns(table) if not column.derived) + STORED_ONLY.get(table, ())
 
 
 def empty_sql(table: str) -> str:

@@ -1,0 +1,140 @@
+"""Compaction against a plain decode of the same files: receipts a second, and bytes a receipt by table.
+
+The directory is made up: every request is recorded by client, sidecar and engine on one clock, in batches as the
+recorders write them. The floor is `orjson.loads` of every line. Both sides take turns in one run, and the medians
+count. `python -m benchmarks.compaction --requests 5000 --events 100 --runs 3`.
+"""
+
+import argparse
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from queries.compaction import CompactionReport, compact
+from sloscope import records
+from sloscope.clock import FakeClock
+from sloscope.ids import new_request_id
+from sloscope.journal import JournalWriter, Manifest, journal_files
+from sloscope.output import print_rows
+from sloscope.records import make
+
+MS = 1_000_000
+WALL_NS = 1_700_000_000_000_000_000
+BATCH = 25  # events in a record: half a second at 50 a second
+ARRIVALS_EVERY_NS = 5 * MS
+
+
+def write_journals(events: Path, requests: int, per_request: int, seed: int) -> int:
+    """Arrivals every 5 ms, a step every 20 ms with a few hundred µs of jitter. Returns the receipts written."""
+    drawn = random.Random(seed)
+    clocks = {observer: FakeClock(wall_ns=WALL_NS, clock_id="bench:0:0") for observer in records.OBSERVERS}
+    writers = {o: JournalWriter(events, o, clocks[o], encode=orjson.dumps) for o in records.OBSERVERS}
+    lines: list[tuple[int, str, records.Record]] = []  # stamp, observer, record
+    for number in range(requests):
+        request_id = new_request_id(WALL_NS + number * ARRIVALS_EVERY_NS, drawn.randbytes(10))
+        lines += _request(request_id, number * ARRIVALS_EVERY_NS, per_request, drawn)
+    lines.sort(key=lambda line: line[:2])
+    for stamp, observer, record in lines:
+        clocks[observer].mono = stamp
+        writers[observer].append(record)
+        if writers[observer].buffered >= 100:
+            writers[observer].flush()
+    for writer in writers.values():
+        writer.close()
+    return requests * per_request * len(writers)
+
+
+def _request(
+    request_id: str, start_ns: int, per_request: int, drawn: random.Random
+) -> list[tuple[int, str, records.Record]]:
+    computed = [start_ns + 80 * MS + n * 20 * MS + drawn.randrange(400_000) for n in range(per_request)]
+    handed = [stamp + 20_000 + drawn.randrange(30_000) for stamp in computed]
+    written = [stamp + 60_000 + drawn.randrange(90_000) for stamp in handed]
+    upstream = [stamp + 50_000 + drawn.randrange(100_000) for stamp in written]
+    forwarded = [stamp + 15_000 + drawn.randrange(20_000) for stamp in upstream]
+    received = [stamp + 50_000 + drawn.randrange(100_000) for stamp in forwarded]
+    lines = []
+    for observer, last in (("client", received[-1]), ("sidecar", upstream[-1]), ("engine", written[-1])):
+        start = {"send_ns" if observer == "client" else "arrived_ns": start_ns}
+        about = {"class_": "interactive", "model": "m", "streaming": True, "n_choices": 1, "max_tokens": 512}
+        begin = make("begin", request_id=request_id, observer=observer, clock_id="bench:0:0", **start, **about)
+        lines.append((start_ns, observer, begin))
+        said = {"outcome": "completed", "reason": "", "finish_reason": ["stop"], "http_status": 200}
+        tokens = {"output_tokens": per_request, "token_source": "usage", "prompt_tokens": 64}
+        lines.append((last + MS, observer, make("end", request_id=request_id, end_ns=last + MS, **said, **tokens)))
+    for first in range(0, per_request, BATCH):
+        part = slice(first, first + BATCH)
+        size = len(computed[part])
+        same = {"request_id": request_id, "ordinal0": first, "choice": [0] * size}
+        kinds = {"type": [0] * size}
+        lines.append((received[part][-1], "client", make("chunks", **same, **kinds, t_ns=received[part])))
+        both = {"t_ns": upstream[part], "forwarded_ns": forwarded[part]}
+        lines.append((forwarded[part][-1], "sidecar", make("chunks", **same, **kinds, **both)))
+        made = {"computed_ns": computed[part], "handed_ns": handed[part], "written_ns": written[part]}
+        counted = {"cum_tokens": list(range(first + 1, first + 1 + size))}
+        lines.append((written[part][-1], "engine", make("emit", **same, **made, **counted)))
+    return lines
+
+
+def plain_decode(events: Path) -> None:
+    for path in journal_files(events):
+        with open(path, "rb") as file:
+            for line in file:
+                orjson.loads(line)
+
+
+def compact_once(events: Path) -> CompactionReport:
+    shutil.rmtree(events / "tables", ignore_errors=True)
+    Manifest.path(events).unlink(missing_ok=True)
+    return compact(events)
+
+
+def timed(work: Callable[[Path], object], events: Path) -> float:
+    began = time.perf_counter()
+    work(events)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=5000, help="(default: 5000)")
+    parser.add_argument("--events", type=int, default=100, help="output events of each request (default: 100)")
+    parser.add_argument("--runs", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="sloscope-compaction-"))
+    try:
+        receipts = write_journals(folder, asked.requests, asked.events, asked.seed)
+        journal = sum(path.stat().st_size for path in journal_files(folder))
+        floors, passes = [], []
+        for _ in range(asked.runs):
+            floors.append(timed(plain_decode, folder))
+            passes.append(timed(compact_once, folder))
+        speed = {"compaction": statistics.median(passes), "plain decode (floor)": statistics.median(floors)}
+        ratio = speed["compaction"] / speed["plain decode (floor)"]
+        print_rows(
+            [{"what": what, "seconds": round(s, 3), "receipts_per_s": round(receipts / s)} for what, s in speed.items()]
+            + [{"what": "compaction / floor", "seconds": round(ratio, 2), "receipts_per_s": None}]
+        )
+        sizes = {"journal (floor)": journal}
+        for table in sorted(path for path in (folder / "tables").iterdir() if path.is_dir()):
+            sizes[table.name] = sum(path.stat().st_size for path in table.rglob("*.parquet"))
+        sizes["all tables"] = sum(sizes.values()) - journal
+        print_rows(
+            [
+                {"table": name, "bytes": size, "bytes_per_receipt": round(size / receipts, 2)}
+                for name, size in sizes.items()
+            ]
+        )
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
