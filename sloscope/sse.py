@@ -33,7 +33,7 @@ _COLON = ord(":")
 _LF = ord("\n")
 _COMMENT = b":"
 _DONE = b"[DONE]"
-_MAX_TOKENS = 2**63 - 1  # what an integer column holds
+_MAX_TOKENS = 2**31 - 1  # more than any answer has, and few enough that sums over many fit a column
 _MAX_CHOICE = 2**31 - 1
 _MAX_ERROR_CODE = 10**9
 
