@@ -28,7 +28,7 @@ from exporter.receipts import MAX_BATCH, MAX_BYTES, ReceiptError, Receipts
 from exporter.settings import Settings
 from sloscope import __version__
 from sloscope.clock import Clock, SystemClock
-from sloscope.errors import ConfigError, QueryError
+from sloscope.errors import ConfigError, QueryError, SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
 
@@ -197,6 +197,8 @@ async def _answer(plane: ControlPlane, name: str, params: dict[str, str]) -> Res
         return _error(504, str(error))
     except (QueryError, ConfigError) as error:
         return _error(400, str(error))
+    except (SloscopeError, OSError) as error:  # a full disk, a directory that is gone: not what was asked
+        return _error(503, f"events: {error}")
     return Response(orjson.dumps(rows), media_type="application/json")
 
 

@@ -151,6 +151,8 @@ def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
     if not collector.complete:
         raise MessageError(502, "response head: is incomplete")
     status, headers = parser.get_status_code(), collector.headers
+    if status < 100:
+        raise MessageError(502, f"response head: status {status:03d}")
     values = _values(headers)
     body = _response_body(values, status, method)
     connection = _tokens(values.get(b"connection", ()))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sloscope.contract import Contract
-from sloscope.errors import QueryError
+from sloscope.errors import ConfigError, QueryError
 from sloscope.output import plain
 from sloscope.units import parse_instant_ns
 
@@ -18,6 +18,7 @@ TIMEOUT_S = 30.0
 Window = tuple[int, int]
 Rows = list[dict[str, Any]]
 Sample = tuple[str, float, tuple[str, ...]]  # metric, value, labels
+_LAST_NS = 180 * 365 * 86_400 * 10**9  # the year 2149
 VERDICTS = ("decoder_stall", "buffered_delivery", "mixed", "client_late", "unknown")
 
 
@@ -54,7 +55,7 @@ class Questions:
         try:
             session = self._session(observer, window)
             left = max(0.1, timeout_s - (time.monotonic() - began))
-            result = session.run(name, max_rows=MAX_ROWS, timeout_s=left, **(params or {}))
+            result = session.run(name, params, max_rows=MAX_ROWS, timeout_s=left)
         except QueryError as error:
             if time.monotonic() - began >= timeout_s:
                 raise OutOfTimeError(str(error)) from None
@@ -79,7 +80,10 @@ class Questions:
 def parse_time_ns(text: str, field: str) -> int:
     """Epoch milliseconds or ISO 8601, as Grafana sends them, to wall ns."""
     if text.isascii() and text.isdigit() and len(text) <= 15:
-        return int(text) * 1_000_000
+        ns = int(text) * 1_000_000
+        if ns > _LAST_NS:
+            raise ConfigError(f"{field}: {text!r} is out of range; accepted: milliseconds up to the year 2150")
+        return ns
     return parse_instant_ns(text, field)
 
 

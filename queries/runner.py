@@ -32,6 +32,9 @@ HERE = Path(__file__).parent
 BASE = "base"
 QUANTILE_METHOD = "nearest_rank"
 Window = tuple[int, int]  # wall ns, end excluded
+# What DuckDB raises when the files are at fault, and not the question.
+_UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
+_OUT_OF_RANGE = (duckdb.ConversionException, duckdb.OutOfRangeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,16 @@ class Session:
 
     def _create_tables(self, sqls: Mapping[str, str], kind: str = "view") -> None:
         for name, sql in sqls.items():
-            self._connection.execute(f"create or replace {kind} {name} as select * from {sql}")
+            try:
+                self._connection.execute(f"create or replace {kind} {name} as select * from {sql}")
+            except _UNREADABLE as error:
+                raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> QueryError:
+        return QueryError(
+            f"events {str(self.events)!r}: a table cannot be read: {_first_line(error)}; accepted: the files that "
+            "manifest.json names; without it and `tables` both are made anew from the journal"
+        )
 
     def _finish(self) -> None:
         """Registers the contract, sets the window, creates the base views and closes the door behind them."""
@@ -334,6 +346,11 @@ class Session:
             except duckdb.InterruptException:
                 raise
             except duckdb.Error as error:
+                if name != "sql" and isinstance(error, _UNREADABLE):
+                    raise self._unreadable(error) from None
+                if name != "sql" and isinstance(error, _OUT_OF_RANGE):
+                    why = _first_line(error)
+                    raise QueryError(f"{name}: the records hold a number that has no sum: {why}") from None
                 # What a view refuses about the data (`error('refused: …')`) is no bug of ours.
                 _, refused, why = _first_line(error).partition("refused: ")
                 if name != "sql" and not refused:

@@ -1,0 +1,109 @@
+"""What a hostile or broken neighbour can send, and a disk can do, without a question or a stream suffering for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from exporter.control_plane import ControlPlane, create_app
+from exporter.framing import MessageError
+from exporter.http1 import parse_response_head
+from exporter.questions import parse_time_ns
+from sloscope.clock import SystemClock
+from sloscope.errors import ConfigError
+from tests.exporter.harness import ASK, DONE, Bench, answering, bench, event, finish, run, usage
+
+
+def asking(b: Bench) -> httpx.AsyncClient:
+    control = ControlPlane(b.plane.settings, SystemClock())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(control)), base_url="http://control")
+
+
+def test_a_limit_that_no_column_holds_is_counted_and_the_request_still_recorded(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
+            await b.ask(ASK, "x-slo-ttft-ms: 99999999999999999")  # 1e17 ms is 1e23 ns, and a column ends at 9.2e18
+            assert await b.end() == ("completed", "")
+            (begin,) = b.records("begin")
+            assert "own_limits" not in begin
+            assert b.total("sloscope_parse_problems_total", problem="bad_limit_header") == 1
+            assert b.total("sloscope_parse_problems_total", problem="observer_error") == 0
+
+    run(test())
+
+
+def test_a_token_count_that_no_answer_has_spoils_no_sum(tmp_path: Path) -> None:
+    """Two counts of 2^63 - 1 have no BIGINT sum: one such answer would take the goodput of everybody away."""
+
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), usage(2**63 - 1), DONE)) as b:
+            await b.ask()
+            await b.ask()
+            assert [end["output_tokens"] for end in await b.ends(2)] == [1, 1]  # one event each, assumed one token
+            async with asking(b) as client:
+                answer = await client.get("/api/q/goodput", params={"observer": "sidecar"})
+            assert answer.status_code == 200 and answer.json()[0]["offered"] == 2
+
+    run(test())
+
+
+@pytest.mark.parametrize("status", ["000", "099", "001"])
+def test_a_status_below_100_is_rubbish_and_no_interim_answer(status: str) -> None:
+    with pytest.raises(MessageError, match=f"status {status}") as caught:
+        parse_response_head(f"HTTP/1.1 {status} x\r\ncontent-length: 0\r\n\r\n".encode(), b"POST")
+    assert caught.value.status == 502
+
+
+@pytest.mark.parametrize("name", ["max_rows", "timeout_s", "name", "params", "self", "x' or 1=1 --"])
+def test_no_name_of_a_parameter_reaches_anything_but_the_question(tmp_path: Path, name: str) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b, asking(b) as client:
+            answer = await client.get("/api/q/goodput", params={name: "1"})
+            assert answer.status_code == 400
+            assert answer.json()["error"] == f"goodput: param {name!r} is unknown; accepted: none"
+
+    run(test())
+
+
+def test_a_time_that_no_column_holds_is_refused() -> None:
+    assert parse_time_ns("1700000000000", "from") == 1_700_000_000_000_000_000
+    with pytest.raises(ConfigError, match="accepted: milliseconds up to the year 2150"):
+        parse_time_ns("999999999999999", "from")
+
+
+def test_an_events_directory_that_is_gone_is_one_line_and_not_an_internal_error(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b, asking(b) as client:
+            await b.ask()
+            await b.ends()
+            assert (await client.get("/api/q/goodput")).status_code == 200
+            shutil.rmtree(b.events)
+            answer = await client.get("/api/q/goodput")
+            assert answer.status_code == 503 and "does not exist" in answer.json()["error"]
+            # The stream goes on, and what it leaves is recorded where the directory was.
+            assert (await b.ask()).status == 200
+            (end,) = await b.ends(1)
+            assert end["outcome"] == "completed"
+            assert b.total("sloscope_journal_dropped_total", observer="sidecar") == 4  # clock, begin, chunks, end
+
+    run(test())
+
+
+def test_a_damaged_table_is_one_line_that_names_the_file(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
+            await b.ask()
+            await b.ends()
+            async with asking(b) as client:
+                assert (await client.get("/api/q/goodput")).status_code == 200
+            for path in (b.events / "tables" / "requests").rglob("*.parquet"):
+                path.write_bytes(b"garbage" * 100)
+            async with asking(b) as client:
+                answer = await client.get("/api/q/goodput")
+            assert answer.status_code == 400, answer.text
+            assert "a table cannot be read" in answer.json()["error"] and ".parquet" in answer.json()["error"]
+
+    run(test())
