@@ -13,7 +13,7 @@ from queries import tables
 from queries.alignment import NAMES, LateGaps, align, late_gaps
 from queries.decode import NULL_NS, NULL_TOKENS
 from queries.flat import Flat
-from queries.histories import Events, Request, Side, events_of, first_of, winner
+from queries.histories import Events, Request, Side, events_of, winner
 from queries.reduce import Ints, Numbers, Optional, reduce_receipts
 from sloscope import records
 from sloscope.definitions import normalise_finish
@@ -102,6 +102,11 @@ class Assembly:
     def __init__(self, rows: list[Row], day: date) -> None:
         self._rows = rows
         self._day = day
+        self._sides = {observer: [row.sides.get(observer) for row in rows] for observer in records.OBSERVERS}
+        self._begins = {o: [(side and side.begin) or {} for side in sides] for o, sides in self._sides.items()}
+        self._ends = {o: [(side and side.end) or {} for side in sides] for o, sides in self._sides.items()}
+        by_observer = [self._begins[observer] for observer in reversed(records.OBSERVERS)]
+        self._merged = [engine | sidecar | client for engine, sidecar, client in zip(*by_observer, strict=True)]
         self._requests: dict[str, Any] = {}
         self._chunks: dict[str, Any] = {}
         self._flat = {
@@ -133,14 +138,17 @@ class Assembly:
         return [value(row) for row in self._rows]
 
     def _side(self, observer: str, value: Callable[[Side], Any]) -> list[Any]:
-        sides = [row.sides.get(observer) for row in self._rows]
-        return [None if side is None else value(side) for side in sides]
+        return [None if side is None else value(side) for side in self._sides[observer]]
 
     def _begin(self, observer: str, name: str) -> list[Any]:
-        return self._side(observer, lambda side: side.begin.get(name))  # type: ignore[union-attr]
+        return [begin.get(name) for begin in self._begins[observer]]
 
     def _end(self, observer: str, name: str) -> list[Any]:
-        return self._side(observer, lambda side: side.end.get(name) if side.end is not None else None)
+        return [end.get(name) for end in self._ends[observer]]
+
+    def _first(self, name: str) -> list[Any]:
+        """The begin field of the first observer that has it."""
+        return [begin.get(name) for begin in self._merged]
 
     def _common(self) -> None:
         out = self._requests
@@ -149,12 +157,14 @@ class Assembly:
         out["arrival_date"] = [self._day] * len(self._rows)
         out["arrival_at_ns"] = self._each(lambda row: row.arrival_at_ns)
         for name in (*_BEGIN_TEXT, "streaming", "n_choices", "max_tokens", "stop_after"):
-            out[name] = [first_of(each, name) for each in sides]
-        own = [first_of(each, "own_limits") or {} for each in sides]
+            out[name] = self._first(name)
+        own = [limits or {} for limits in self._first("own_limits")]
         for name in _OWN_LIMITS:
             out[f"own_{name}"] = [limits.get(name) for limits in own]
-        out["prompt_tokens"] = [_prompt_tokens(each) for each in sides]
-        labels = [first_of(each, "labels") for each in sides]
+        # From a usage, else as the request was begun.
+        counted = zip(map(_counted_prompt, sides), self._first("prompt_tokens"), strict=True)
+        out["prompt_tokens"] = [begun if usage is None else usage for usage, begun in counted]
+        labels = self._first("labels")
         out["labels"] = [None if found is None else json.dumps(found, sort_keys=True) for found in labels]
         for name in ("warmup", "length_forced"):
             out[name] = [_label(each, name) for each in sides]
@@ -169,7 +179,7 @@ class Assembly:
             for row in self._rows
         ]
         tokens = [None if total is None else total[0] for total in totals]
-        n_choices = np.array([first_of(row.ordered, "n_choices") or 1 for row in self._rows], dtype=np.int64)
+        n_choices = np.array([choices or 1 for choices in self._first("n_choices")], dtype=np.int64)
         start = self._side(observer, lambda side: side.start_ns)
         end = self._end(observer, "end_ns")
         starts = np.array([stamp or 0 for stamp in start], dtype=np.int64)
@@ -332,10 +342,11 @@ def _finish(side: Side) -> str | None:
     return None if not sent else sent[0] if len(set(sent)) == 1 else ",".join(sent)
 
 
-def _prompt_tokens(sides: list[Side]) -> int | None:
-    """From a usage, else as the request was begun."""
-    counted = next((s.end["prompt_tokens"] for s in sides if s.end is not None and "prompt_tokens" in s.end), None)
-    return first_of(sides, "prompt_tokens") if counted is None else counted
+def _counted_prompt(sides: list[Side]) -> int | None:
+    for side in sides:
+        if side.end is not None and "prompt_tokens" in side.end:
+            return int(side.end["prompt_tokens"])
+    return None
 
 
 def _label(sides: list[Side], name: str) -> bool:

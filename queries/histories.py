@@ -9,7 +9,6 @@ import itertools
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from queries.decode import NULL_NS, NULL_TOKENS
 from queries.intake import Line, arrival_stamp
@@ -206,8 +205,3 @@ def _complete(side: Side, rest: list[Side]) -> Side:
 def winner(sides: dict[int, Side]) -> int:
     """Which attempt the consumer got: the completed one, else the first."""
     return min(sides, key=lambda attempt: ((sides[attempt].end or {}).get("outcome") != "completed", attempt))
-
-
-def first_of(sides: list[Side], name: str) -> Any:
-    """The begin field of the first side that has it."""
-    return next((side.begin[name] for side in sides if side.begin is not None and name in side.begin), None)
