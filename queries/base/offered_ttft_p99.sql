@@ -2,7 +2,8 @@
 -- grain: one row
 -- inputs: cohort
 -- rules: Nearest rank: the value at rank ceil(0.99 n) of the n offered. What was not completed, or has no TTFT, waits
---   forever: it ranks above every value, and a p99 among it is NULL with the reason '> max'. Below 299 requests no
+--   forever: it ranks above every value, and a p99 among it is NULL with the reason '> max'. Not among the n is what
+--   completed without streaming in a class with streaming = 'optional': no first token was owed. Below 299 requests no
 --   upper 95 % bound of a p99 exists, and the value is NULL with the reason. The rank is found by counting
 --   milliseconds first, and only the millisecond that holds it is sorted. `quantiles` answers the same with bounds.
 with
@@ -12,6 +13,7 @@ offered as (
         count(*) as n,
         (99 * count(*) + 99) // 100 as wanted_rank
     from cohort
+    where not (e2e_alone and outcome = 'completed' and ttft_worst_ns is null)
 ),
 
 measured as (

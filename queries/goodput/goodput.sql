@@ -25,7 +25,7 @@
 --   observed_tokens               bigint   tokens
 --   output_tokens                 bigint   tokens     of every request, also after the cut
 --   window_s                      double   seconds
---   ttft_p99_s                    double   seconds    offered requests, nearest rank; not completed is above every value
+--   ttft_p99_s                    double   seconds    nearest rank over those owed one; not completed is above every value
 --   ttft_p99_reason               varchar  -          why the p99 is NULL: too few requests, or beyond every value (> max)
 -- rules: attainment is NULL without offered requests; rates are 0 then and NULL only without a window. Wilson's
 --   interval assumes independent requests, which requests that share a queue are not: read it as a lower bound on

@@ -21,7 +21,8 @@
 --   high_rank     bigint   -
 -- rules: Nearest rank, ceil(q n). `completed` holds completed requests that have the value (a TTFT never measured is no
 --   zero); `offered` holds every offered request, and one that was not completed, or has no TTFT or e2e, is above every
---   value; a completed one without a gap or TPOT to measure is left out of both. Bounds are order statistics whose
+--   value; a completed one without a gap or TPOT to measure is left out of both, and so is, for the three TTFTs, a
+--   completed one that did not stream in a class with streaming = 'optional'. Bounds are order statistics whose
 --   ranks come from the exact binomial distribution: low is the largest l with P(B < l) <= 0.025, high the smallest u
 --   with P(B < u) >= 0.975 (upper_only: 0.95), B binomial (n, q). They exist two-sided from
 --   n = ceil(ln 0.025 / ln max(q, 1 - q)): p99 368, p95 72, p90 36, p50 6; the upper one alone from
@@ -34,6 +35,7 @@ with
 cohort as (
     select
         outcome,
+        e2e_alone,
         ttft_worst_ns,
         ttft_visible_worst_ns,
         client_ttft_intended_ns,
@@ -46,6 +48,7 @@ cohort as (
 measured as (
     select
         outcome = 'completed' as is_completed,
+        $metric in ('itl_max', 'tpot') or (e2e_alone and $metric <> 'e2e') as may_lack,
         case $metric
             when 'ttft' then ttft_worst_ns
             when 'ttft_visible' then ttft_visible_worst_ns
@@ -75,7 +78,7 @@ members as (
         'offered' as series,
         case when is_completed then value_ns end as value_ns
     from measured
-    where not is_completed or value_ns is not null or $metric not in ('itl_max', 'tpot')
+    where not is_completed or value_ns is not null or not may_lack
 ),
 
 ranked as (
