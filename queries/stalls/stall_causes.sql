@@ -27,9 +27,8 @@
 -- rules: The engine is the one whose steps ran the request, by the most steps where a hedge ran in two; without recorded
 --   request ids it is every engine of the clock. A step overlaps when it ended after the event before and not after the
 --   event itself, on the engine's clock.
---   Parts of its time. Prefill: prompt tokens of the step times the run's prefill time per token, at most the whole
---   step; none in the step of the request's own prefill. That time per token is the median, over steps with prompt
---   tokens, of (duration - median decode-only step) / tokens, not below 0. KV wait: the rest of a step without this
+--   Parts of its time. Prefill: what so many prompt tokens normally cost in this run, as in `run_steps`, and never more,
+--   however long the step took; none in the step of the request's own prefill. KV wait: the rest of a step without this
 --   request while no block was free. Slow: the rest of the longest remaining step beyond the median decode-only step.
 --   Host gap: start of a step minus the end of the one before, from the event before on.
 --   Cause: preemption if half of the gap or more lies after a preemption of this request in it, else
