@@ -209,7 +209,9 @@ class Observation:
             self.watch.problem("unknown_content_encoding")
         if self._opaque or status >= 400:
             return
-        if content_type.partition(";")[0].strip().lower() == "text/event-stream":
+        kind = content_type.partition(";")[0].strip().lower()
+        # Not every server names its stream one.
+        if kind == "text/event-stream" or (self._streaming and kind != "application/json"):
             self._decoder = StreamDecoder(orjson.loads)
         else:
             self._whole = bytearray()

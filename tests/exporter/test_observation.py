@@ -416,6 +416,22 @@ def test_a_body_above_the_limit_is_forwarded_unread(tmp_path: Path) -> None:
     run(test())
 
 
+def test_events_under_another_content_type_are_receipts_as_they_are_at_the_client(tmp_path: Path) -> None:
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        head = STREAM_HEAD.replace(b"text/event-stream", b"text/plain")
+        assert head != STREAM_HEAD
+        writer.write(head + chunked(event(), event(), finish(), DONE))
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            await b.ask()
+            (end,) = await b.ends()
+            assert end["outcome"] == "completed"
+            assert sum(len(chunks["t_ns"]) for chunks in b.records("chunks")) == 2
+
+    run(test())
+
+
 def test_a_request_that_was_not_read_may_have_streamed_and_is_held_to_every_limit(tmp_path: Path) -> None:
     contract = 'version = 1\n[classes.any]\nttft = "1ns"\ne2e = "1h"\nstreaming = "optional"\n'
     large = b'{"model":"m","stream":true,"prompt":"' + b"x" * 3000 + b'"}'
