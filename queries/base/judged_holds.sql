@@ -16,8 +16,10 @@
 --   person sees.
 --   unknown(receipt_before_emission): a receipt earlier than its emission on one clock, so a clock is wrong;
 --   client_late: the client's loop lag, or the time that its consumer held off, is 4/5 of what delivery added or more,
---     and delivery owes 9/10 of the excess. The consumer's time is a sum over the request: it must be 4/5 of all that
---     delivery added to the request's late holds. At a sidecar its own loop lag gives unknown(recorder_lag);
+--     and delivery owes 9/10 of the excess. The consumer's time is only known as a sum over the request. It goes to the
+--     choice's late holds that it could cover (4/5), the largest excess of delivery first, to each what delivery added,
+--     until it is used up; so an ordinary gap beside a long pause is not the client's. A pause holds the events of every
+--     choice at once, so each choice has the whole sum. At a sidecar its own loop lag gives unknown(recorder_lag);
 --   decoder_stall: the engine's gap was late, and it owes 9/10 or delivery added no more than jitter;
 --   unknown(near_limit): the engine's gap was in time and delivery added no more than jitter;
 --   buffered_delivery: delivery owes 9/10. `together` above 1 tells a buffer that was emptied from a lasting delay;
@@ -197,10 +199,7 @@ late_holds as (
         receipts.consumer_hold_ns,
         holds.at_ns + receipts.wall_offset_ns as held_at_ns,
         holds.held_ns - receipts.late_ns as excess_ns,
-        greatest(holds.emit_gap_ns - receipts.late_ns, 0) as emit_excess_ns,
-        sum(greatest(coalesce(holds.delivery_ns, holds.held_ns), 0)) over (
-            partition by holds.request_id
-        ) as request_delivery_ns
+        greatest(holds.emit_gap_ns - receipts.late_ns, 0) as emit_excess_ns
     from holds
     inner join receipts on holds.request_id = receipts.request_id
     where
@@ -220,20 +219,38 @@ apportioned as (
     from late_holds
 ),
 
-explained as (
+-- A compressed span is the whole answer's; beside the gaps of further choices it is counted with the first one.
+claimed as (
     select
         apportioned.*,
+        consumer_hold_ns - coalesce(
+            sum(
+                case
+                    when 5 * consumer_hold_ns >= 4 * coalesce(delivery_ns, held_ns)
+                        then greatest(coalesce(delivery_ns, held_ns), 0)
+                    else 0
+                end
+            ) over (
+                partition by request_id, coalesce(choice, 0)
+                order by excess_ns - engine_excess_ns desc nulls last, at_ns, ordinal
+                rows between unbounded preceding and 1 preceding
+            ),
+            0
+        ) as consumer_hold_left_ns
+    from apportioned
+),
+
+explained as (
+    select
+        claimed.*,
         excess_ns - engine_excess_ns as delivery_excess_ns,
         coalesce(5 * loop_lag_max_ns >= 4 * coalesce(delivery_ns, held_ns), false) as is_loop_late,
-        coalesce(
-            5 * consumer_hold_ns >= 4 * coalesce(delivery_ns, held_ns) and 5 * consumer_hold_ns >= 4 * request_delivery_ns,
-            false
-        ) as is_consumer_late,
+        coalesce(5 * consumer_hold_left_ns >= 4 * coalesce(delivery_ns, held_ns), false) as is_consumer_late,
         coalesce(emit_gap_ns > late_ns and kind <> 'first_output', false) as is_engine_late,
         -- A compressed span is seen without alignment, but then only suspected.
         emit_gap_ns is not null and (kind <> 'span_compression' or alignment <> 'none') as is_aligned,
         together >= 2 and 2 * together * span_ns >= held_ns * (events - 1) as is_burst
-    from apportioned
+    from claimed
 ),
 
 judged as (
