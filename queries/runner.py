@@ -346,13 +346,13 @@ class Session:
             except duckdb.InterruptException:
                 raise
             except duckdb.Error as error:
-                if name != "sql" and isinstance(error, _UNREADABLE):
-                    raise self._unreadable(error) from None
-                if name != "sql" and isinstance(error, _OUT_OF_RANGE):
-                    why = _first_line(error)
-                    raise QueryError(f"{name}: the records hold a number that has no sum: {why}") from None
                 # What a view refuses about the data (`error('refused: …')`) is no bug of ours.
                 _, refused, why = _first_line(error).partition("refused: ")
+                if name != "sql" and not refused and isinstance(error, _UNREADABLE):
+                    raise self._unreadable(error) from None
+                if name != "sql" and isinstance(error, _OUT_OF_RANGE):
+                    text = f"{name}: the records hold a number that has no sum: {_first_line(error)}"
+                    raise QueryError(text) from None
                 if name != "sql" and not refused:
                     raise
                 raise QueryError(f"{name}: {why or _first_line(error)}") from None
