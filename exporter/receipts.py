@@ -21,6 +21,7 @@ MAX_BATCH = 1000
 MAX_BYTES = 4 << 20
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
+_MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must fit a column
 _REMEMBERED = 100_000
 _REJECTED = "sloscope_receipts_rejected_total"
 CAUSES = ("duplicate", "malformed", "outcome", "request_id", "stamps", "too_large", "unknown_class")
@@ -113,7 +114,10 @@ class Receipts:
     def _whole(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
         resolved = self._resolve(receipt)
         send_ns = _int(receipt, "send_ns")
-        assert send_ns is not None
+        if send_ns is None:
+            raise ReceiptError("malformed", "send_ns: null; accepted: a whole number, 0 or more")
+        if receipt.get("recorded") not in (None, True, False):
+            raise ReceiptError("malformed", "recorded: accepted: true or false")
         n_choices = _int(receipt, "n_choices", 1) or 1
         if n_choices > _MAX_CHOICES:
             raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: at most {_MAX_CHOICES}")
@@ -202,7 +206,7 @@ class Receipts:
         own = receipt.get("own_limits") or {}
         limits = row.limits
         if not isinstance(own, dict) or not all(
-            name in records.LIMIT_FIELDS and type(ns) is int and ns > 0 for name, ns in own.items()
+            name in records.LIMIT_FIELDS and type(ns) is int and 0 < ns < 2**62 for name, ns in own.items()
         ):
             raise ReceiptError("malformed", "own_limits: accepted: an object of limit fields and whole ns above 0")
         return Resolved(row.name, limits.overridden(own), own, known=True)
@@ -261,6 +265,8 @@ def _int(receipt: Mapping[str, Any], name: str, default: int | None = None) -> i
         return default
     if type(value) is not int or not 0 <= value < 2**63:
         raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number, 0 or more")
+    if name.endswith("tokens") and value > _MAX_TOKENS:
+        raise ReceiptError("malformed", f"{name}: {value}; accepted: at most {_MAX_TOKENS}")
     return value
 
 
@@ -298,8 +304,8 @@ def _events(receipt: Mapping[str, Any], send_ns: int) -> tuple[list[int], list[i
         if type(place) is not int or not 0 <= place < len(OUTPUT_TYPES):
             raise ReceiptError("malformed", f"type: {str(kind)[:40]!r}; accepted: {', '.join(OUTPUT_TYPES)} or 0 to 2")
         types.append(place)
-    if any(count is not None and (type(count) is not int or count < 0) for count in tokens):
-        raise ReceiptError("malformed", "tokens: accepted: whole numbers, 0 or more, or null")
+    if any(count is not None and (type(count) is not int or not 0 <= count <= _MAX_TOKENS) for count in tokens):
+        raise ReceiptError("malformed", f"tokens: accepted: whole numbers, 0 to {_MAX_TOKENS}, or null")
     if any(not 0 <= index < _MAX_CHOICES for index in choice):
         raise ReceiptError("malformed", f"choice: accepted: 0 to {_MAX_CHOICES - 1}")
     _check_order(t_ns, choice, send_ns)

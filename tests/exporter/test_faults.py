@@ -107,3 +107,31 @@ def test_a_damaged_table_is_one_line_that_names_the_file(tmp_path: Path) -> None
             assert "a table cannot be read" in answer.json()["error"] and ".parquet" in answer.json()["error"]
 
     run(test())
+
+
+ID = "01M8MJY2FJWHZRWY1FSS668JK7"
+WHOLE = {"request_id": ID, "clock_id": "b:1", "send_ns": 1000, "t_ns": [2000], "end_ns": 3000, "outcome": "completed"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("send_ns", None),
+        ("output_tokens", 2**31),
+        ("prompt_tokens", 2**62),
+        ("tokens", [2**31]),
+        ("own_limits", {"ttft_ns": 2**63}),
+        ("recorded", "yes"),
+    ],
+)
+def test_a_receipt_with_a_value_that_no_column_takes_is_refused_and_its_id_stays_free(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b, asking(b) as client:
+            answer = await client.post("/v1/receipts", json=WHOLE | {field: value})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["rejected"][0]["error"].startswith(f"{field}: ")
+            assert (await client.post("/v1/receipts", json=WHOLE)).json() == {"accepted": 1, "rejected": []}
+
+    run(test())
