@@ -11,6 +11,7 @@ import typer
 from queries.options import CONTRACT, EVENTS, FORMAT, GOODPUT, OBSERVER, RELAX, WINDOW, find_contract, relaxed
 from queries.runner import Meta, Result, Session, list_questions, question
 from sloscope.errors import CompareError, ConfigError, QueryError
+from sloscope.journal import Manifest
 from sloscope.output import check_format, message, plain, print_rows
 from sloscope.units import parse_window
 
@@ -25,22 +26,31 @@ SAME_RULES = ("contract_hash", "observer", "window_rule", "quantile_method", "qu
 def open_session(
     events: Path,
     contract_file: Path | None,
-    goodput: str,
-    relax: str = "",
+    goodput: str | None,
+    relax: str | None = None,
     observer: str | None = None,
-    window: str = "",
+    window: str | None = None,
 ) -> Session:
-    if not Path(events).is_dir():
-        raise QueryError(f"--events: {str(events)!r} is not a directory")
-    contract, name = relaxed(*find_contract(events, contract_file, goodput), relax)
+    contract, name = relaxed(*find_contract(_recorded(events), contract_file, goodput), relax)
     return Session(
         events,
         contract,
         contract_name=name,
-        every_class=bool(goodput),
+        every_class=goodput is not None,
         observer=observer,
-        window=parse_window(window, "--window") if window else None,
+        window=None if window is None else parse_window(window, "--window"),
     )
+
+
+def _recorded(events: Path) -> Path:
+    """The directory, unless it is somebody else's: compaction would leave its files there."""
+    if not events.is_dir():
+        raise QueryError(f"--events: {str(events)!r} is not a directory")
+    if not (events / "journal").exists() and not Manifest.path(events).exists():
+        raise QueryError(
+            f"--events: {str(events)!r} holds no records; accepted: a directory that a recorder was given with --events"
+        )
+    return events
 
 
 def print_result(result: Result, format: str) -> None:
@@ -78,11 +88,11 @@ def query(
     describe: bool = typer.Option(False, "--describe", help="Print what a question takes and gives, and leave."),
     events: Path = typer.Option(None, "--events", metavar="DIR", help="Events directory."),
     contract: Path = CONTRACT,
-    goodput: str = GOODPUT,
-    window: str = WINDOW,
+    goodput: str | None = GOODPUT,
+    window: str | None = WINDOW,
     observer: str = OBSERVER,
     param: list[str] = typer.Option([], "--param", metavar="K=V", help="A parameter of the question; repeatable."),
-    relax: str = RELAX,
+    relax: str | None = RELAX,
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Also keep rows and rules as JSON, for compare."),
     format: str = FORMAT,
 ) -> None:
@@ -128,8 +138,8 @@ def sql(
     text: str = typer.Argument(..., metavar="SELECT", help="One SELECT statement over the views."),
     events: Path = EVENTS,
     contract: Path = CONTRACT,
-    goodput: str = GOODPUT,
-    window: str = WINDOW,
+    goodput: str | None = GOODPUT,
+    window: str | None = WINDOW,
     observer: str = OBSERVER,
     max_rows: int = typer.Option(10_000, "--max-rows", min=1, help="Rows printed at most."),
     timeout: float = typer.Option(300.0, "--timeout", min=0.1, help="Seconds until the query is stopped."),
@@ -143,7 +153,7 @@ def sql(
     sloscope sql "describe cohort" --events run1 --goodput 'ttft:300'
     """
     check_format(format)
-    with open_session(events, contract, goodput, "", observer, window) as session:
+    with open_session(events, contract, goodput, None, observer, window) as session:
         result = session.sql(text, max_rows=max_rows, timeout_s=timeout)
     print_result(result, format)
     if result.truncated:
@@ -160,9 +170,7 @@ def compact(events: Path = EVENTS, format: str = FORMAT) -> None:
     from queries.compaction import compact as run_compaction  # pyarrow is loaded only when it is needed
 
     check_format(format)
-    if not events.is_dir():
-        raise QueryError(f"--events: {str(events)!r} is not a directory")
-    report = run_compaction(events)
+    report = run_compaction(_recorded(events))
     print_rows([{name: value for name, value in asdict(report).items() if name != "problems"}], format)
     for problem in report.problems:
         message(f"skipped: {problem}")
@@ -174,7 +182,7 @@ def compare(
     b: Path = typer.Argument(..., metavar="B", help="The same kind of thing."),
     name: str = typer.Option("goodput", "--question", help="What is asked of two directories."),
     contract: Path = typer.Option(None, "--contract", metavar="FILE", help="For both; default: each one's own."),
-    goodput: str = GOODPUT,
+    goodput: str | None = GOODPUT,
     observer: str = OBSERVER,
     param: list[str] = typer.Option([], "--param", metavar="K=V", help="A parameter of the question; repeatable."),
     format: str = FORMAT,
@@ -191,7 +199,7 @@ def compare(
         raise CompareError(f"{a} and {b}: one is a directory, the other is not; accepted: two of the same kind")
     with ExitStack() as stack:
         if a.is_dir():
-            sessions = [stack.enter_context(open_session(path, contract, goodput, "", observer)) for path in (a, b)]
+            sessions = [stack.enter_context(open_session(path, contract, goodput, None, observer)) for path in (a, b)]
             # Before the work on the data: a refusal should not need a long wait.
             refuse_unlike(sessions[0].meta(name), sessions[1].meta(name), str(a), str(b))
             results = [session.run(name, _params(param)) for session in sessions]

@@ -73,6 +73,8 @@ def init(
     text = contracts.preset_text(preset)
     if file.exists() and not force:
         raise ConfigError(f"FILE: {str(file)!r} exists; accepted: a new name, or --force to replace it")
+    if file.is_dir():
+        raise ConfigError(f"FILE: {str(file)!r} is a directory; accepted: a file name")
     write_atomically(file, text.encode())
     message(f"wrote {file}: preset {preset}")
 

@@ -101,8 +101,8 @@ def judge(events: Path, contract: contracts.Contract, name: str) -> tuple[list[d
 
 @app.command()
 def lab(
-    relax: str = typer.Option(
-        "", metavar="LIMIT=VALUE", help="Change one limit, for example itl_max=80ms: ttft, itl_max."
+    relax: str | None = typer.Option(
+        None, metavar="LIMIT=VALUE", help="Change one limit, for example itl_max=80ms: ttft, itl_max."
     ),
     requests: bool = typer.Option(False, "--requests", help="Print the eight requests with their verdicts as rows."),
     events: Path = typer.Option(None, help="Keep the records in this directory (new or empty) to query them later."),

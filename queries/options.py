@@ -15,23 +15,23 @@ CONTRACT_FILE = "contract.toml"  # what a replay, a sidecar or the lab leaves be
 EVENTS = typer.Option(..., "--events", metavar="DIR", help="Events directory.")
 CONTRACT = typer.Option(None, "--contract", metavar="FILE", help="Contract; default: DIR/contract.toml.")
 GOODPUT = typer.Option(
-    "", "--goodput", metavar="TEXT", help="Limits in ms for every class, instead of a file: 'ttft:300 itl_max:30'."
+    None, "--goodput", metavar="TEXT", help="Limits in ms for every class, instead of a file: 'ttft:300 itl_max:30'."
 )
 OBSERVER = typer.Option(None, "--observer", help="client, sidecar or engine; default: the contract's.")
 WINDOW = typer.Option(
-    "", "--window", metavar="A..B", help="ISO 8601, A..B or A+10m, B excluded; default: all data, whole seconds."
+    None, "--window", metavar="A..B", help="ISO 8601, A..B or A+10m, B excluded; default: all data, whole seconds."
 )
-RELAX = typer.Option("", "--relax", metavar="LIMIT=VALUE", help="Change one limit of the contract: itl_max=80ms.")
+RELAX = typer.Option(None, "--relax", metavar="LIMIT=VALUE", help="Change one limit of the contract: itl_max=80ms.")
 FORMAT = typer.Option("table", "--format", help=FORMAT_HELP)
 
 
-def find_contract(events: Path, file: Path | None, goodput: str) -> tuple[Contract, str]:
+def find_contract(events: Path, file: Path | None, goodput: str | None) -> tuple[Contract, str]:
     """The contract and its name: the one given, else the one saved with the events; none is made up."""
-    if file is not None and goodput:
+    if file is not None and goodput is not None:
         raise ConfigError("--contract and --goodput: both are given; accepted: one of them")
     if file is not None:
         return contracts.load(file), str(file)
-    if goodput:
+    if goodput is not None:
         return contracts.from_shorthand(goodput), f"'{goodput}' for every class"
     saved = Path(events) / CONTRACT_FILE
     if saved.exists():
@@ -42,9 +42,9 @@ def find_contract(events: Path, file: Path | None, goodput: str) -> tuple[Contra
     )
 
 
-def relaxed(contract: Contract, name: str, change: str) -> tuple[Contract, str]:
-    """The contract with one limit changed, and a name that says what was changed. '' changes nothing."""
-    if not change:
+def relaxed(contract: Contract, name: str, change: str | None) -> tuple[Contract, str]:
+    """The contract with one limit changed, and a name that says what was changed. None changes nothing."""
+    if change is None:
         return contract, name
     limit, equals, value = change.partition("=")
     if not equals:

@@ -113,3 +113,8 @@ def main() -> None:
         # The reader of our output left, as `| head` does.
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:
+        # A name that is too long, a disk that is full: the world's, wherever it was met.
+        name = f"{str(error.filename)[:200]!r}: " if error.filename is not None else ""
+        typer.echo(f"error: {name}{error.strerror or error}", err=True)
+        sys.exit(2)

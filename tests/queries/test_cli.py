@@ -71,6 +71,7 @@ def test_wrong_use_is_one_line_that_says_what_is_accepted(events, tmp_path):
 
 
 def test_no_contract_is_made_up_when_none_is_there(tmp_path):
+    (tmp_path / "journal").mkdir()
     says = error("query", "goodput", "--events", str(tmp_path))
     assert "contract.toml' does not exist; accepted: --contract FILE" in says
 
@@ -137,6 +138,7 @@ def test_a_file_that_is_no_saved_result_is_refused(tmp_path):
 
 
 def test_compaction_reports_what_it_did(tmp_path):
+    (tmp_path / "journal").mkdir()
     assert rows("compact", "--events", str(tmp_path))[0]["requests_written"] == 0
 
 

@@ -1,0 +1,56 @@
+"""Empty options, and directories that are somebody else's or damaged, as a person meets them: one line and exit 2."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.queries.test_cli import error, events, rows, sloscope  # noqa: F401 - a fixture
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("--goodput", "goodput: '' promises nothing"), ("--window", "--window: '' is not"), ("--relax", "--relax: '' is")],
+)
+def test_an_empty_option_is_refused_and_not_taken_for_none(events, option, says):  # noqa: F811
+    assert error("query", "goodput", "--events", str(events), option, "").startswith(says)
+
+
+def test_an_empty_change_of_the_lab_is_refused():
+    assert error("lab", "--relax", "").startswith("--relax: '' is not accepted; accepted: LIMIT=VALUE")
+
+
+def test_a_contract_is_not_written_over_a_directory(tmp_path):
+    assert error("contract", "init", str(tmp_path), "--force").endswith("is a directory; accepted: a file name")
+
+
+def test_a_name_that_no_file_system_takes_is_one_line():
+    assert error("query", "goodput", "--goodput", "ttft:3", "--events", "x" * 300).endswith("File name too long")
+
+
+@pytest.mark.parametrize("damage", ["deleted", "garbage", "half"])
+def test_a_damaged_table_is_named_and_made_anew_from_the_journal_as_the_line_says(events, tmp_path, damage):  # noqa: F811
+    copy = tmp_path / "copy"
+    shutil.copytree(events, copy)
+    (table,) = (copy / "tables" / "requests").rglob("*.parquet")
+    whole = table.read_bytes()
+    if damage == "deleted":
+        table.unlink()
+    else:
+        table.write_bytes(b"garbage" * 100 if damage == "garbage" else whole[: len(whole) // 2])
+    says = error("query", "goodput", "--events", str(copy))
+    assert table.name in says and "without it and `tables` both are made anew from the journal" in says
+    (copy / "manifest.json").unlink()
+    shutil.rmtree(copy / "tables")
+    assert rows("query", "goodput", "--events", str(copy))[0]["qualified"] == 3
+
+
+def test_a_directory_without_records_gets_no_files_and_a_question_no_answer(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    says = error("query", "goodput", "--events", str(tmp_path), "--goodput", "ttft:300")
+    assert "holds no records" in says and says.endswith("accepted: a directory that a recorder was given with --events")
+    assert error("compact", "--events", str(tmp_path)) == says
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    # A recorder that has seen no request yet is another matter: nothing offered is an answer.
+    (tmp_path / "journal" / "client").mkdir(parents=True)
+    assert rows("query", "goodput", "--events", str(tmp_path), "--goodput", "ttft:300")[0]["offered"] == 0
