@@ -78,6 +78,8 @@ def replay(
     origins = tuple(_versioned(parse_url(text)) for text in url)
     control = parse_url(receipts, "--receipts") if receipts is not None else None
     drain_ns = parse_duration_ns(drain, "--drain") if drain is not None else _drain_ns(promised)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit: {limit!r} is not accepted; accepted: 1 or more requests")
     loaded = traces.load(trace, format_trace, seed, limit)
     plan = schedule.Plan(
         rate=rate,

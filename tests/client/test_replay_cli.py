@@ -141,6 +141,7 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path
         ([TEN, *GOODPUT, "--header", "no colon"], "--header: 'no colon'"),
         ([TEN, *GOODPUT, "--format", "xml"], "--format: 'xml'"),
         ([TEN, *GOODPUT, "--rate", "1", "--speedup", "2"], "--speedup: not together"),
+        ([TEN, *GOODPUT, "--limit", "-1"], "--limit: -1 is not accepted"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
