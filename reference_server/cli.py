@@ -50,9 +50,9 @@ def serve(
         4096, min=1, help="Tokens computed and not written; beyond, the reader is cut."
     ),
     send_buffer: int = typer.Option(
-        0, min=0, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
+        0, min=0, max=1 << 30, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
     ),
-    threads: int = typer.Option(0, min=0, help="torch threads; 0: cores - 1, at least 1."),
+    threads: int = typer.Option(0, min=0, max=512, help="torch threads; 0: cores - 1, at least 1."),
     dtype: str = typer.Option("float32", help="float32 or bfloat16."),
     device: str = typer.Option("cpu", help="cpu or cuda."),
     drain: str = typer.Option("10s", help="At SIGTERM, how long running requests may go on; a second signal ends it."),
