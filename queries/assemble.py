@@ -247,8 +247,13 @@ class Assembly:
             out[f"engine_{column}_ns"] = [min(stamps, default=None) for stamps in at]
         counts = [sum(s["to_state"] == "PREEMPTED" for s in each) if each else None for each in states]
         out["engine_preemptions"] = counts
-        for name in ("abort_seen_ns", "kv_freed_ns"):
-            found = [[late[name] for late in row.request.late if name in late] for row in self._rows]
+        for name in ("socket_closed_ns", "abort_seen_ns", "kv_freed_ns"):
+            # Another observer stamps a closed socket on its own clock; only the engine has the other two to tell.
+            told = ("engine",) if name == "socket_closed_ns" else records.OBSERVERS
+            found = [
+                [late[name] for late in row.request.late if name in late and late["observer"] in told]
+                for row in self._rows
+            ]
             out[f"engine_{name}"] = [min(stamps, default=None) for stamps in found]
         handed, written = flat.delivery["handed_ns"], flat.delivery["written_ns"]
         for name, stamps in (("computed", flat.t_ns), ("handed", handed), ("written", written)):

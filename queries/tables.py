@@ -110,6 +110,7 @@ REQUESTS: tuple[Column, ...] = (
         ("engine_first_computed_ns", "stamp of the first event: its step ended"),
         ("engine_first_handed_ns", "stamp of the first event: put on the queue to the front end"),
         ("engine_first_written_ns", "stamp of the first event: written to the socket"),
+        ("engine_socket_closed_ns", "stamp at which the server saw the consumer's socket close"),
         ("engine_abort_seen_ns", "stamp at which the abort reached the scheduler"),
         ("engine_kv_freed_ns", "stamp at which the last KV of the request was free"),
         ("engine_preemptions", "times the request was preempted; NULL when no states were recorded"),

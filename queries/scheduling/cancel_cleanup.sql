@@ -3,29 +3,32 @@
 -- inputs: cohort
 -- outputs:
 --   stretch     varchar  -
---   cancelled   bigint   requests  of the cohort whose end was cancelled, or whose abort the engine saw
---   n           bigint   requests  of those, with both stamps on one clock
+--   cancelled   bigint   requests  of the cohort whose end was cancelled, or that the engine saw leave or abort
+--   n           bigint   requests  of those, with both stamps
 --   p50_s       double   seconds   nearest rank
 --   p90_s       double   seconds
 --   p99_s       double   seconds
 --   max_s       double   seconds
 --   negative    bigint   requests  in which the later stamp is the earlier one
 --   unfinished  bigint   requests  of those, with the first stamp and never the second
--- rules: Socket: the end of the stream at the declared observer, where it shares the engine's clock. Abort: the abort
---   reached the scheduler. KV free: the last block of the request was free. An abort that no KV block ever followed
---   (cancelled while waiting) has no KV stamp and counts as unfinished unless the engine stamped it. Requests that no
---   engine observed are left out. Quantiles are these requests' own order statistics. The rows are there without
---   cancels too, with n = 0.
+-- rules: Three stamps of the engine's clock, so the declared observer may be on another host. Socket: the server saw
+--   the consumer's socket close; a cancel without that (it came by another way, or the server does not stamp it) has no
+--   stretch from it. Abort: the abort reached the scheduler. KV free: the last block of the request was free. An abort
+--   that no KV block ever followed (cancelled while waiting) has no KV stamp and counts as unfinished unless the engine
+--   stamped it. Requests that no engine observed are left out. Quantiles are these requests' own order statistics. The
+--   rows are there without cancels too, with n = 0.
 with
 
 cancelled as (
     select
         request_id,
-        case when clock_id = engine_clock_id then end_ns end as socket_ns,
+        engine_socket_closed_ns,
         engine_abort_seen_ns,
         engine_kv_freed_ns
     from cohort
-    where engine_observed and (outcome = 'cancelled' or engine_abort_seen_ns is not null)
+    where
+        engine_observed
+        and (outcome = 'cancelled' or engine_socket_closed_ns is not null or engine_abort_seen_ns is not null)
 ),
 
 stretches as (
@@ -38,7 +41,7 @@ from_to as (
         stretches.position,
         stretches.stretch,
         cancelled.request_id,
-        case when stretches.position = 2 then cancelled.engine_abort_seen_ns else cancelled.socket_ns end as from_ns,
+        case when stretches.position = 2 then cancelled.engine_abort_seen_ns else cancelled.engine_socket_closed_ns end as from_ns,
         case when stretches.position = 1 then cancelled.engine_abort_seen_ns else cancelled.engine_kv_freed_ns end
             as to_ns
     from stretches

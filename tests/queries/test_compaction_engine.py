@@ -28,6 +28,18 @@ def test_a_request_with_an_open_attempt_is_not_final(tmp_path: Path) -> None:
     assert (report.requests_written, report.requests_open) == (0, 1)
 
 
+def test_a_cancel_keeps_the_three_stamps_of_the_engine_and_no_socket_of_another_clock(tmp_path: Path) -> None:
+    left = {"outcome": "cancelled", "reason": "disconnect"}
+    with JournalWriter(tmp_path, "sidecar", FakeClock(clock_id="s")) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
+        sidecar.write(records.make("late", request_id=new_id(1), observer="sidecar", socket_closed_ns=3))
+    with JournalWriter(tmp_path, "engine", FakeClock(clock_id="e")) as engine:
+        engine.write(records.make("late", request_id=new_id(1), observer="engine", socket_closed_ns=20))
+        engine.write(records.make("late", request_id=new_id(1), observer="engine", abort_seen_ns=25, kv_freed_ns=40))
+    compact(tmp_path)
+    assert one(tmp_path, "engine_socket_closed_ns, engine_abort_seen_ns, engine_kv_freed_ns") == (20, 25, 40)
+
+
 def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_was_recorded(tmp_path: Path) -> None:
     with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
         step = {"prefill_tokens": 64, "decode_tokens": 1, "prefill_ids": [new_id(1)], "decode_ids": [new_id(2)]}
