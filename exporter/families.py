@@ -21,10 +21,7 @@ Labels = tuple[str, str, str]  # class, model, tenant
 _NO_MODEL = "unknown"
 _NO_TENANT = "default"
 _OVERFLOW = "sloscope_tenant_overflow_total"
-# Which requests were open when a window closed is derived from a window, so no counter can know it.
-_ENDS = tuple(
-    (outcome, reason) for outcome, reasons in OUTCOMES.items() for reason in reasons if reason != "window_closed"
-)
+_ENDS = tuple((outcome, reason) for outcome, reasons in OUTCOMES.items() for reason in reasons)
 
 
 class ReceiptFamilies:

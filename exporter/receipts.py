@@ -277,10 +277,8 @@ def _outcome(receipt: Mapping[str, Any]) -> Ended:
         raise ReceiptError(
             "outcome", f"outcome: {str(outcome)[:40]!r} is not accepted; accepted: {', '.join(OUTCOMES)}"
         )
-    # Which requests were open when a window closed is derived, never reported.
-    accepted = [each for each in reasons if each != "window_closed"]
-    if reason not in accepted:
-        named = ", ".join(each or "(empty)" for each in accepted)
+    if reason not in reasons:
+        named = ", ".join(each or "(empty)" for each in reasons)
         raise ReceiptError("outcome", f"reason: {str(reason)[:40]!r} does not go with {outcome}; accepted: {named}")
     assert isinstance(outcome, str)
     return Ended(outcome, reason)

@@ -25,7 +25,6 @@ itl_max = "30ms"
 e2e = "5s"
 min_tokens = 2
 """
-# As the outcomes are defined, window_closed aside: a query derives it.
 ENDS = {
     ("completed", ""),
     *(
@@ -37,6 +36,7 @@ ENDS = {
     ),
     *(("cancelled", reason) for reason in ("voluntary", "client_timeout", "disconnect", "slow_reader")),
     ("unfinished", "recorder_lost"),
+    ("unfinished", "window_closed"),
 }  # fmt: skip
 
 

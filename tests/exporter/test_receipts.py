@@ -147,7 +147,7 @@ BAD = {
     "a stamp above 63 bits": (receipt(end_ns=2**63), "malformed"),
     "no outcome": (receipt(outcome=None), "outcome"),
     "a reason of another outcome": (receipt(outcome="failed", reason="voluntary"), "outcome"),
-    "what only a query derives": (receipt(outcome="unfinished", reason="window_closed"), "outcome"),
+    "an outcome's reason under another outcome": (receipt(outcome="completed", reason="window_closed"), "outcome"),
     "an unknown class": (receipt(**{"class": "gold"}), "unknown_class"),
     "the class of no class": (receipt(**{"class": "_unknown"}), "unknown_class"),
     "text": (receipt(prompt="my secret"), "malformed"),
