@@ -100,7 +100,7 @@ class _Pass:
         self._now = now
         self._settle_ns = settle_ns
         self._progress = progress
-        self._before = Manifest.load(events)
+        self._before = _of_this_schema(Manifest.load(events), events)
         state = self._before.state
         self._consumed = dict(self._before.journals)
         self._anchors = dict(state.get("anchors", {}))
@@ -206,6 +206,7 @@ class _Pass:
             (self._events / "tables").mkdir(exist_ok=True)
             write_atomically(self._events / pending, pending_text(self._requests.values()))
         manifest.state = {
+            "schema": tables.fingerprint(),
             "anchors": self._anchors,
             "last_step": self._last_step,
             "parts": self._parts.noted(),
@@ -227,6 +228,24 @@ class _Pass:
         self._report.orphans = len(orphans)
         if orphans:
             self._problems.add(f"{len(orphans)} requests have records but no begin, such as {orphans[0].request_id}")
+
+
+def _of_this_schema(manifest: Manifest, events: Path) -> Manifest:
+    """The manifest, or a blank one where the tables were written under another schema: then every journal is read
+    again.
+
+    The old files stay until the new manifest stands. Raises JournalError when a journal is gone that they were made
+    from.
+    """
+    if manifest.generation == 0 or manifest.state.get("schema") == tables.fingerprint():
+        return manifest
+    for journal in manifest.journals:
+        if not (events / journal).exists():
+            raise JournalError(
+                f"tables in {str(events)!r} were written by another version, and {journal} is gone, without which they "
+                "cannot be made anew; accepted: the version that wrote them, or the journal"
+            )
+    return Manifest(manifest.generation, state={"previous": sorted(live_files(manifest))})
 
 
 def _by_day(requests: Iterable[Request]) -> list[tuple[date, list[Row]]]:

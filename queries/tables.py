@@ -4,6 +4,8 @@
 the epoch. A column whose value is not known is NULL, never 0.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -278,6 +280,12 @@ def columns(table: str) -> tuple[Column, ...]:
 def stored(table: str) -> tuple[Column, ...]:
     """The columns that stand in the files."""
     return tuple(column for column in columns(table) if not column.derived) + STORED_ONLY.get(table, ())
+
+
+def fingerprint() -> str:
+    """Names the schema of the files. Tables that were written under another one are made anew from the journals."""
+    schema = [[table, [[column.name, column.type] for column in stored(table)]] for table in TABLES]
+    return hashlib.sha256(json.dumps(schema).encode()).hexdigest()[:16]
 
 
 def empty_sql(table: str) -> str:

@@ -42,6 +42,36 @@ def test_an_empty_directory_has_every_table_with_every_column_and_no_row(tmp_pat
         assert cursor.fetchall() == []
 
 
+def test_tables_of_another_schema_are_made_anew_from_the_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+    with monkeypatch.context() as older:
+        older.setattr(tables, "fingerprint", lambda: "older")
+        assert compact(tmp_path).requests_written == 1
+        assert compact(tmp_path).requests_written == 0
+    before = {path for files in Manifest.load(tmp_path).tables.values() for path in files}
+    assert compact(tmp_path).requests_written == 1
+    manifest = Manifest.load(tmp_path)
+    assert before.isdisjoint(path for files in manifest.tables.values() for path in files)
+    assert one(tmp_path, "count(*)") == (1,) and compact(tmp_path).requests_written == 0
+
+
+def test_tables_of_another_schema_are_kept_when_a_journal_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+    compact(tmp_path)
+    kept = (tmp_path / "manifest.json").read_bytes()
+    client.path.unlink()
+    monkeypatch.setattr(tables, "fingerprint", lambda: "newer")
+    with pytest.raises(JournalError, match="written by another version"):
+        compact(tmp_path)
+    assert (tmp_path / "manifest.json").read_bytes() == kept
+
+
 def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match=r"nowhere.*does not exist"):
         compact(tmp_path / "nowhere")
