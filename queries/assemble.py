@@ -79,13 +79,15 @@ def row_of(request: Request) -> Row:
         for observer in records.OBSERVERS:
             lost = [side for attempt, side in attempts.get(observer, {}).items() if attempt != chosen[observer]]
             if lost:
-                row.waste_tokens = sum(_tokens(observer, side, events_of(side))[0] for side in lost)
+                row.waste_tokens = sum(_tokens(observer, side, events_of(side))[0] or 0 for side in lost)
                 break
     return row
 
 
-def _tokens(observer: str, side: Side, events: Events) -> tuple[int, str]:
-    """Output tokens and where they come from; without a source each event is taken for one, and said so."""
+def _tokens(observer: str, side: Side, events: Events) -> tuple[int | None, str | None]:
+    """Output tokens and where they come from; without a source each event is taken for one, and said so. An answer that
+    came whole has no events: without a count of its own nothing is known.
+    """
     end = side.end or {}
     if "output_tokens" in end:
         return end["output_tokens"], end.get("token_source", "assumed_one")
@@ -93,6 +95,8 @@ def _tokens(observer: str, side: Side, events: Events) -> tuple[int, str]:
         return sum(dict(zip(events.choice, events.tokens, strict=True)).values()), "engine"
     if events.tokens and min(events.tokens) >= 0:
         return sum(events.tokens), "continuous_usage"
+    if not events.t_ns and end.get("outcome") == "completed":
+        return None, None
     return len(events.t_ns), "assumed_one"
 
 

@@ -7,14 +7,15 @@
 --   p50_tokens   bigint   tokens
 --   p90_tokens   bigint   tokens
 --   p99_tokens   bigint   tokens
--- rules: Nearest rank, over offered requests for prompts and completed ones for answers. An answer cut off by its cap
---   counts with the length it had: what the model would have written is a question of survival.
+-- rules: Nearest rank, over offered requests for prompts and completed ones for answers, each where its length is known. An
+--   answer cut off by its cap counts with the length it had: what the model would have written is a question of
+--   survival.
 with
 
 cohort as (
     select
         prompt_tokens,
-        output_tokens,
+        tokens,
         outcome
     from cohort
 ),
@@ -28,9 +29,9 @@ measured as (
     union all
     select
         'output_tokens' as length,
-        output_tokens as tokens
+        tokens
     from cohort
-    where outcome = 'completed'
+    where outcome = 'completed' and tokens is not null
 ),
 
 ranked as (

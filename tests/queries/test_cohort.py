@@ -7,10 +7,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from queries.runner import Session
-from sloscope.contract import OBSERVERS, Contract, Limits, RequestClass, from_shorthand, preset
+from sloscope.clock import FakeClock
+from sloscope.contract import OBSERVERS, Contract, Limits, RequestClass, from_shorthand, parse, preset
 from sloscope.definitions import Summary, judge
+from sloscope.journal import JournalWriter
 from sloscope.records import OUTCOMES
 from tests.queries.cases import expand, session_of
+from tests.queries.journal_factory import new_id, write_request
 
 S = 1_000_000_000
 WINDOW = (100 * S, 200 * S)
@@ -181,6 +184,21 @@ def test_what_is_open_at_the_cut_is_unfinished_and_counts_the_tokens_before_it(r
         row = session.sql("select * from cohort").rows[0]
     assert (row["outcome"], row["reason"], row["output_tokens_before_cut"]) == (outcome, reason, before_cut)
     assert row["output_tokens"] == 9
+
+
+def test_a_whole_answer_that_nobody_counted_has_unknown_tokens_and_keeps_its_contract(tmp_path):
+    contract = parse('version = 1\n[classes.a]\nttft = "1s"\ne2e = "1s"\nstreaming = "optional"')
+    with JournalWriter(tmp_path, "client", FakeClock(wall_ns=0)) as client:
+        whole = {"streaming": False}
+        write_request(client, "client", new_id(1), 0, begin=whole, end_ns=S // 2)
+        write_request(client, "client", new_id(2), 0, begin=whole, end={"outcome": "failed", "reason": "truncated"})
+    with Session(tmp_path, contract, window=(0, S)) as session:
+        rows = session.sql(
+            "select tokens, token_source, miss_min_tokens, qualified from cohort order by request_id"
+        ).rows
+        lengths = {row["length"]: row["requests"] for row in session.run("lengths").rows}
+    assert [tuple(row.values()) for row in rows] == [(None, None, False, True), (0, "assumed_one", False, False)]
+    assert lengths["output_tokens"] == 0
 
 
 def test_a_scheduled_request_places_its_stamps_by_the_scheduled_arrival():

@@ -67,11 +67,14 @@ class History:
     def expected(self) -> dict[str, Any]:
         end = self.end or {}
         engine = self.observer == "engine"
-        tokens, source = len(self.stamps), "assumed_one"
+        tokens: int | None = len(self.stamps)
+        source: str | None = "assumed_one"
         if self.tokens is not None and self.stamps:
             tokens, source = sum(self.tokens), "engine" if engine else "continuous_usage"
         if "output_tokens" in end:
             tokens, source = end["output_tokens"], end.get("token_source", "assumed_one")
+        elif end.get("outcome") == "completed" and not self.stamps:
+            tokens, source = None, None
         types = [0] * len(self.stamps) if engine else self.types
         summary = summarise(
             self.start_ns,
