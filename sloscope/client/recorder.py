@@ -198,16 +198,21 @@ class RequestRecorder:
             self._log.has_ended(self)
 
     @property
-    def output_tokens(self) -> int:
+    def output_tokens(self) -> int | None:
+        """None for an answer that came whole and uncounted: it had no events."""
         if self._final_tokens is not None:
             return self._final_tokens
-        return sum(self._cumulative.values()) if self._cumulative else self._end.events
+        if self._cumulative:
+            return sum(self._cumulative.values())
+        return len(self.t_ns) if len(self.t_ns) == self._end.events else None
 
     @property
-    def token_source(self) -> str:
+    def token_source(self) -> str | None:
         if self._final_tokens is not None:
             return "usage"
-        return "continuous_usage" if self._cumulative else "assumed_one"
+        if self._cumulative:
+            return "continuous_usage"
+        return "assumed_one" if self.output_tokens is not None else None
 
     @property
     def event_tokens(self) -> list[int] | None:

@@ -292,7 +292,7 @@ class Replay:
         tally.outcomes[outcome] += 1
         if reason:
             tally.reasons[f"{outcome}({reason})"] += 1
-        tally.output_tokens += recorder.output_tokens
+        tally.output_tokens += recorder.output_tokens or 0
         summary = recorder.summary()
         row = self._contract.classes[planned.class_name]
         verdict = judge(outcome, summary, row.limits, streamed=recorder.streaming, streaming=row.streaming)

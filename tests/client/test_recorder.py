@@ -155,6 +155,8 @@ def test_a_whole_answer_with_output_is_complete_without_a_finish_reason() -> Non
     recorder.response(200, JSON)
     recorder.receive(1 * MS, b'{"choices": [{"message": {"content": "x"}}]}')
     assert recorder.end(2 * MS) == ("completed", "")
+    # Nobody counted its tokens, and a whole answer is no event.
+    assert (recorder.output_tokens, recorder.token_source, recorder.summary().tokens) == (None, None, None)
 
 
 def test_an_error_in_a_200_body_is_in_band() -> None:
