@@ -366,7 +366,9 @@ def sheet(contract: Contract) -> list[Obligation]:
         said = [f"{link} {format_ns(contract.budget[link])}" for link in links if link in contract.budget]
         return ", ".join(said) or "no budget"
 
-    at = "sidecar" if contract.observer == "sidecar" else "client"
+    # The engine has no largest gap of a request, only the intervals between its tokens.
+    at = contract.observer
+    gaps = "" if at == "engine" else f"sloscope_{at}_itl_max_seconds, "
     return [
         Obligation(
             "waiting prompt → first token",
@@ -380,7 +382,7 @@ def sheet(contract: Contract) -> list[Obligation]:
             "scheduler: every iteration it is in the batch",
             "its previous token was computed",
             f"itl_max: {limits('itl_max')}; tpot: {limits('tpot')}",
-            f"sloscope_{at}_itl_max_seconds, sloscope_engine_token_interval_seconds",
+            f"{gaps}sloscope_engine_token_interval_seconds",
         ),
         Obligation(
             "admitted request → room for the KV it will create",

@@ -1,9 +1,11 @@
 """Loading, refusing, hashing, resolving contracts."""
 
 import json
+import re
 
 import pytest
 
+from sloscope import catalogue
 from sloscope import contract as c
 from sloscope.errors import ContractError
 from sloscope.units import NS_PER
@@ -118,3 +120,13 @@ def test_a_count_that_no_column_holds_and_a_value_nested_without_end_are_refused
     for line, says in (("min_tokens = " + "9" * 30, "min_tokens"), ("tpot = " + "[" * 5000 + "]" * 5000, "nested")):
         with pytest.raises(ContractError, match=says):
             c.parse(BASE.replace('itl_max = "30ms"', f'itl_max = "30ms"\n{line}'))
+
+
+@pytest.mark.parametrize("observer", c.OBSERVERS)
+def test_a_sheet_names_metrics_that_are_exposed_where_the_promise_is_measured(observer: str) -> None:
+    rows = c.sheet(c.parse(f'observer = "{observer}"\n{BASE}'))
+    named = [re.findall(r"sloscope_\w+", row.exposed_by) for row in rows]
+    for name in sum(named, []):
+        catalogue.get(name)
+    others = {f"sloscope_{other}_" for other in c.OBSERVERS if other not in (observer, "engine")}
+    assert not [name for name in named[0] + named[1] if name.startswith(tuple(others))]
