@@ -5,7 +5,7 @@ not known are left out. Stamps (`_ns`) are integers of the writing host's monoto
 have no field here, and unknown fields are refused, so that none can slip in.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sloscope.errors import RecordError
@@ -266,7 +266,3 @@ def _check_meaning(kind: str, record: Mapping[str, Any]) -> None:
         for name in _SAME_LENGTH[kind]:
             if name in record and len(record[name]) != len(stamps):
                 raise RecordError(f"{kind}.{name}: {len(record[name])} values for {len(stamps)} events")
-
-
-def check_all(records: Iterable[object]) -> list[Record]:
-    return [check(record) for record in records]
