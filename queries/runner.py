@@ -197,6 +197,7 @@ class Session:
                 "autoload_known_extensions": "false",
             }
         )
+        self._connection.execute("set enable_progress_bar = false")  # it would stand on stdout, between the rows
 
     def _table_views(self) -> dict[str, str]:
         manifest = Manifest.load(self.events)
@@ -344,6 +345,11 @@ class Session:
                 columns = [column[0] for column in cursor.description]
                 found = cursor.fetchall() if max_rows is None else cursor.fetchmany(max_rows + 1)
             except duckdb.InterruptException:
+                raise
+            except RuntimeError as error:
+                # What DuckDB makes of Ctrl-C in the main thread.
+                if not isinstance(error, duckdb.Error) and "interrupted" in str(error):
+                    raise KeyboardInterrupt from None
                 raise
             except duckdb.Error as error:
                 # What a view refuses about the data (`error('refused: …')`) is no bug of ours.

@@ -1,6 +1,11 @@
 """Empty options, and directories that are somebody else's or damaged, as a person meets them: one line and exit 2."""
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,3 +59,22 @@ def test_a_directory_without_records_gets_no_files_and_a_question_no_answer(tmp_
     # A recorder that has seen no request yet is another matter: nothing offered is an answer.
     (tmp_path / "journal" / "client").mkdir(parents=True)
     assert rows("query", "goodput", "--events", str(tmp_path), "--goodput", "ttft:300")[0]["offered"] == 0
+
+
+def test_ctrl_c_ends_a_long_query_without_a_word(events):  # noqa: F811
+    code = "from sloscope.cli import main; main()"
+    endless = "select count(*) from range(100000000000) as a"
+    asking = subprocess.Popen(
+        [sys.executable, "-c", code, "sql", endless, "--events", str(events)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 30
+    ticks = os.sysconf("SC_CLK_TCK")
+    # Under way once it has burnt more processor time than starting takes.
+    while sum(map(int, Path(f"/proc/{asking.pid}/stat").read_text().split()[13:15])) < 3 * ticks:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    asking.send_signal(signal.SIGINT)
+    said = asking.communicate(timeout=20)
+    assert (asking.returncode, said) == (130, (b"", b"")), "not even a progress bar"
