@@ -150,7 +150,11 @@ class Supervisor:
             return 0
 
     def close(self) -> None:
-        """Stops what runs, the data plane first, so that the control plane can still tell how it went."""
+        """Stops what runs, the data plane first, so that the control plane can still tell how it went.
+
+        The listener goes at once: who connects now is refused, and not left waiting in its queue for a reset.
+        """
+        self._listener.close()
         self._data.stop(self._settings.drain_ns / 1e9 + _STOP_S)
         self._control.stop(_STOP_S)
         self._selector.close()

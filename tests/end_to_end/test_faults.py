@@ -1,0 +1,119 @@
+"""What happens to the processes: killed, stopped, crowded, out of disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sloscope.demo.processes import Stage
+from tests.end_to_end.support import start_sidecar, until
+from tests.end_to_end.test_sidecar_processes import (
+    ASK,
+    CHAT,
+    at_once,
+    for_a_second,
+    metrics,
+    one_child,
+    upstream,
+    without_end,
+)
+
+pytestmark = pytest.mark.e2e
+
+
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+def test_who_connects_while_it_drains_is_refused_and_who_streams_is_served(tmp_path: Path) -> None:
+    answers: list[bytes] = []
+    with Stage(tmp_path) as stage, upstream(for_a_second) as (url, _):
+        proxy, _, sidecar = start_sidecar(stage, url, tmp_path / "events", "--drain", "5s")
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(proxy + CHAT, json=ASK).content))
+        asking.start()
+        time.sleep(0.4)
+        sidecar.process.send_signal(signal.SIGTERM)
+
+        def refused() -> bool:
+            try:
+                socket.create_connection(address(proxy), 1).close()
+            except ConnectionRefusedError:
+                return True
+            return False
+
+        until(refused, 0.5)
+        assert asking.is_alive(), "the stream of a second is still on its way"
+        asking.join()
+        assert answers[0].count(b"data: ") == 22 and sidecar.process.wait(10) == 0  # 20 events, the finish and [DONE]
+
+
+def test_when_the_supervisor_is_killed_its_children_end_and_the_ports_are_free(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage, upstream(at_once) as (url, _):
+        proxy, control, sidecar = start_sidecar(stage, url, tmp_path / "events")
+        httpx.post(proxy + CHAT, json=ASK)
+        os.kill(sidecar.process.pid, signal.SIGKILL)
+        sidecar.process.wait()
+        for each in (proxy, control):
+
+            def is_free(where: tuple[str, int] = address(each)) -> bool:
+                with socket.create_server(where):
+                    return True
+
+            until(is_free, 20)
+
+
+def test_the_control_plane_is_killed_and_no_stream_notices(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage, upstream(for_a_second) as (url, _):
+        proxy, control, sidecar = start_sidecar(stage, url, tmp_path / "events")
+        before = metrics(control)
+        assert before["sloscope_sidecar_requests_offered_total"] == 0
+        answers: list[bytes] = []
+        asking = threading.Thread(target=lambda: answers.append(httpx.post(proxy + CHAT, json=ASK).content))
+        asking.start()
+        time.sleep(0.3)
+        os.kill(one_child(sidecar, "exporter.control_plane"), signal.SIGKILL)
+        asking.join()
+        assert answers[0].endswith(b"data: [DONE]\n\n")
+        after = until(lambda: metrics(control), 20)
+        assert after["sloscope_sidecar_requests_offered_total"] == 1, "the data plane kept the count"
+
+
+def test_four_hundred_clients_leave_at_once_and_every_one_is_accounted_for(tmp_path: Path) -> None:
+    with Stage(tmp_path) as stage, upstream(without_end) as (url, _):
+        proxy, control, _ = start_sidecar(stage, url, tmp_path / "events")
+        body = b'{"model":"m","stream":true}'
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        clients = [socket.create_connection(address(proxy)) for _ in range(400)]
+        for client in clients:
+            client.sendall(head + body)
+        until(lambda: metrics(control)["sloscope_sidecar_inflight_requests"] == 400, 20)
+        for client in clients:
+            client.close()
+        until(lambda: metrics(control)["sloscope_sidecar_inflight_requests"] == 0, 20)
+        found = metrics(control)
+        assert found["sloscope_sidecar_requests_offered_total"] == 400
+        assert found["sloscope_sidecar_requests_total{cancelled}"] == 400
+
+
+def test_the_events_directory_is_deleted_and_recording_goes_on_with_the_loss_counted(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    with Stage(tmp_path) as stage, upstream(at_once) as (url, _):
+        proxy, control, _ = start_sidecar(stage, url, events)
+        assert httpx.post(proxy + CHAT, json=ASK).status_code == 200
+        until(lambda: metrics(control)["sloscope_sidecar_requests_total"] == 1)
+        shutil.rmtree(events)
+        assert httpx.get(f"{control}/api/q/goodput").status_code == 503
+        assert httpx.post(proxy + CHAT, json=ASK).status_code == 200
+        until(lambda: list((events / "journal" / "sidecar").glob("*.jsonl")))
+        until(lambda: metrics(control)["sloscope_journal_dropped_total"] >= 4)
+        (row,) = httpx.get(f"{control}/api/q/goodput", params={"observer": "sidecar"}).json()
+        assert row["offered"] == 1
