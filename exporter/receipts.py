@@ -9,7 +9,7 @@ from typing import Any
 from exporter.families import ReceiptFamilies, known_event_tokens
 from sloscope import records
 from sloscope.clock import Clock
-from sloscope.contract import Contract, Resolved
+from sloscope.contract import LIMIT_NAMES, Contract, Resolved
 from sloscope.definitions import Ended, summarise
 from sloscope.errors import RecordError, SloscopeError
 from sloscope.exposition import MetricStore
@@ -23,6 +23,9 @@ _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
 _MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must fit a column
 _REMEMBERED = 100_000
+_MAX_LABELS = 32
+_MAX_LABEL_TEXT = 256  # characters: a label is a name, and no place for what was said
+_OWN_LIMITS = tuple(f"{name}_ns" for name in LIMIT_NAMES)
 _REJECTED = "sloscope_receipts_rejected_total"
 CAUSES = ("duplicate", "malformed", "outcome", "request_id", "stamps", "too_large", "unknown_class")
 _LATE = ("request_id", "attempt", "outcome", "reason", "observer")
@@ -113,6 +116,7 @@ class Receipts:
 
     def _whole(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
         resolved = self._resolve(receipt)
+        _check_labels(receipt.get("labels"))
         send_ns = _int(receipt, "send_ns")
         if send_ns is None:
             raise ReceiptError("malformed", "send_ns: null; accepted: a whole number, 0 or more")
@@ -194,6 +198,8 @@ class Receipts:
         event_tokens = known_event_tokens(tokens if known else None, len(t_ns), n_choices, total, counted)
         completed_ns = end_ns if end.outcome == "completed" else None
         summary = summarise(send_ns, t_ns, choice, types, n_choices, total, event_tokens, completed_ns)
+        if (receipt.get("labels") or {}).get("warmup"):
+            return  # excluded by rule, here as in every question
         labels = self._families.begun(resolved.class_name, receipt.get("model") or "", receipt.get("tenant") or "")
         self._families.ended(labels, end, summary, resolved, bool(streaming), t_ns, choice, event_tokens)
 
@@ -206,7 +212,7 @@ class Receipts:
         own = receipt.get("own_limits") or {}
         limits = row.limits
         if not isinstance(own, dict) or not all(
-            name in records.LIMIT_FIELDS and type(ns) is int and 0 < ns < 2**62 for name, ns in own.items()
+            name in _OWN_LIMITS and type(ns) is int and 0 < ns < 2**62 for name, ns in own.items()
         ):
             raise ReceiptError("malformed", "own_limits: accepted: an object of limit fields and whole ns above 0")
         return Resolved(row.name, limits.overridden(own), own, known=True)
@@ -249,6 +255,18 @@ class Receipts:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _check_labels(labels: object) -> None:
+    """Their types are the record's business."""
+    if isinstance(labels, dict) and (
+        len(labels) > _MAX_LABELS
+        or any(isinstance(text, str) and len(text) > _MAX_LABEL_TEXT for pair in labels.items() for text in pair)
+    ):
+        raise ReceiptError(
+            "malformed",
+            f"labels: accepted: at most {_MAX_LABELS}, names and texts of at most {_MAX_LABEL_TEXT} characters",
+        )
 
 
 def _checked(record: Record) -> Record:

@@ -152,6 +152,9 @@ BAD = {
     "the class of no class": (receipt(**{"class": "_unknown"}), "unknown_class"),
     "text": (receipt(prompt="my secret"), "malformed"),
     "a label that is a list": (receipt(labels={"a": []}), "malformed"),
+    "a label that is a story": (receipt(labels={"a": "secret" * 50}), "malformed"),
+    "labels without end": (receipt(labels={f"label{n}": n for n in range(33)}), "malformed"),
+    "an own limit that no query knows": (receipt(own_limits={"min_tokens": 2}), "malformed"),
     "a token source that is none": (receipt(token_source="guess"), "malformed"),
     "an endless name": (receipt(model="m" * 2000), "malformed"),
     "no object": ([], "malformed"),
@@ -186,6 +189,17 @@ def test_one_bad_receipt_of_a_batch_costs_only_itself(tmp_path: Path) -> None:
         assert total(plane.store, "sloscope_client_requests_offered_total") == 2
 
     with_app(tmp_path, test)
+
+
+def test_a_warm_up_request_is_recorded_and_not_counted_as_in_every_question(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        batch = [receipt(labels={"warmup": True}), receipt(labels={"warmup": False})]
+        assert (await client.post("/v1/receipts", json={"receipts": batch})).json()["accepted"] == 2
+        assert total(plane.store, "sloscope_client_requests_offered_total") == 1
+        assert total(plane.store, "sloscope_client_requests_total") == 1
+
+    with_app(tmp_path, test)
+    assert len([record for record in records(tmp_path) if record["kind"] == "begin"]) == 2
 
 
 def test_a_receipt_that_is_sent_twice_counts_once(tmp_path: Path) -> None:
