@@ -26,7 +26,6 @@ class Side:
     begin: records.Record | None = None
     end: records.Record | None = None
     begin_wall_offset: int = 0
-    end_wall_offset: int = 0
     batches: list[records.Record] = field(default_factory=list)
 
     @property
@@ -43,7 +42,8 @@ class Side:
 
     @property
     def end_at_ns(self) -> int | None:
-        return None if self.end is None else int(self.end["end_ns"]) + self.end_wall_offset
+        """Placed by the anchor of the arrival: a step of the wall clock in between must not move it over a cut."""
+        return None if self.end is None else int(self.end["end_ns"]) + self.begin_wall_offset
 
     @property
     def last_stamp_ns(self) -> int:
@@ -154,7 +154,7 @@ class Request:
             self.last_wall_ns = max(self.last_wall_ns, arrival_stamp(record) + line.wall_offset)
         elif kind == "end":
             if side.end is None:
-                side.end, side.end_wall_offset = record, line.wall_offset
+                side.end = record
             self.last_wall_ns = max(self.last_wall_ns, record["end_ns"] + line.wall_offset)
         else:
             side.batches.append(record)
@@ -194,9 +194,9 @@ def _complete(side: Side, rest: list[Side]) -> Side:
     ends = [other for other in rest if other.end is not None]
     # A true end goes before a recovery's.
     ends.sort(key=lambda other: (other.end or {}).get("reason") == "recorder_lost")
-    whole = Side(side.begin, side.end, side.begin_wall_offset, side.end_wall_offset, list(side.batches))
+    whole = Side(side.begin, side.end, side.begin_wall_offset, list(side.batches))
     if whole.end is None and ends:
-        whole.end, whole.end_wall_offset = ends[0].end, side.begin_wall_offset
+        whole.end = ends[0].end
     for other in rest:
         whole.batches += other.batches
     return whole

@@ -99,6 +99,18 @@ def test_a_step_of_the_wall_clock_places_each_arrival_by_the_anchor_before_it(tm
     ]
 
 
+def test_a_step_of_the_wall_clock_within_a_request_moves_neither_its_end_nor_its_outcome(tmp_path: Path) -> None:
+    clock = FakeClock(wall_ns=WALL)
+    with JournalWriter(tmp_path, "client", clock) as client:
+        write_request(client, "client", new_id(1), 0, [SECOND], ended=False)
+        clock.advance(2 * SECOND)
+        clock.step_wall(-3600 * SECOND)
+        client.write(records.make("end", request_id=new_id(1), outcome="completed", end_ns=2 * SECOND))
+    compact(tmp_path)
+    # On the monotonic clock it took 2 s, whatever the wall said at its end.
+    assert select(tmp_path, "select client_end_at_ns - arrival_at_ns from {requests}") == [(2 * SECOND,)]
+
+
 def test_requests_of_two_days_stand_in_two_partitions(tmp_path: Path) -> None:
     day = 86_400 * SECOND
     clock = FakeClock(wall_ns=WALL)
