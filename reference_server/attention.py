@@ -10,12 +10,13 @@ Decodes of neighbouring slots are one attention call over a view of the cache (n
 call of its own.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -182,7 +183,14 @@ class SlotKV:
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU mapped but not touched. torch.zeros would write every page and take seconds and all the RAM."""
+    """Zeros; on a CPU mapped and not touched: writing every page would take seconds and all the memory.
+
+    In small pages, which numpy's zeros are not: a sequence touches a little in every layer, and with pages of 2 MiB the
+    first token of a slot waited most of a second for the kernel to clear them.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
