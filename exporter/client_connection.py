@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from typing import TYPE_CHECKING, cast
 
 from exporter import http1
@@ -84,6 +85,17 @@ class ClientConnection(asyncio.Protocol):
         self.is_held = False
         if self.exchange is not None:
             self.exchange.download_resumed()
+
+    def look_for_end(self) -> None:
+        """Notices a client that left while it is not read from: its end would not be seen until somebody reads."""
+        if self._reading or self.transport.is_closing():
+            return
+        sock = self.transport.get_extra_info("socket")
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP)  # errors and hang-ups are always told
+        if poll.poll(0):
+            self._gone()
+            self.transport.abort()
 
     # --- requests
 

@@ -92,13 +92,15 @@ class DataPlane:
             self.loop.call_soon(self._flush, due[_FLUSHES_A_TURN:])
 
     def _sweep(self, now: int) -> None:
-        """Once a second: connections that nobody uses."""
+        """Once a second: connections that nobody uses, and clients that left unseen."""
         self.upstreams.close_stale(now)
         for client in list(self.clients):
             if client.exchange is None:
                 patience = HEAD_TIMEOUT_NS if client.is_in_head else IDLE_TIMEOUT_NS
                 if self.draining or now - client.since_ns > patience:
                     client.close()
+            else:
+                client.look_for_end()
 
     def observer_failed(self, error: Exception) -> None:
         """Counts what the observer raised. The kind and the place are printed once each; no message, which could

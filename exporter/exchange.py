@@ -226,17 +226,17 @@ class Exchange:
             end = http1.find_head_end(self._response_head, searched)
             if not end:
                 if len(self._response_head) > http1.MAX_HEAD_BYTES:
-                    self._fail(502, "the upstream's response head is too large", "eof")
+                    self._fail(502, "the upstream's response head is too large", "reset")
                 return
             head, self._response_head = self._response_head[:end], self._response_head[end:]
             searched = 0
             try:
                 response = http1.parse_response_head(head, self._head.method)
             except MessageError as error:
-                self._fail(502, f"the upstream answered rubbish: {error}", "eof")
+                self._fail(502, f"the upstream answered rubbish: {error}", "reset")
                 return
             if response.status == 101:
-                self._fail(502, "the upstream switched protocols", "eof")
+                self._fail(502, "the upstream switched protocols", "reset")
                 return
             if response.status < 200:
                 if self._head.version == "1.1":

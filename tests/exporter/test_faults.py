@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import httpx
 import pytest
 
 from exporter.control_plane import ControlPlane, create_app
+from exporter.exchange import reset_on_close
 from exporter.framing import MessageError
 from exporter.http1 import parse_response_head
 from exporter.questions import parse_time_ns
 from sloscope.clock import SystemClock
 from sloscope.errors import ConfigError
-from tests.exporter.harness import ASK, DONE, Bench, answering, bench, event, finish, run, usage
+from tests.exporter.harness import ASK, DONE, Bench, Seen, answering, bench, event, finish, request, run, usage
 
 
 def asking(b: Bench) -> httpx.AsyncClient:
@@ -133,5 +135,52 @@ def test_a_receipt_with_a_value_that_no_column_takes_is_refused_and_its_id_stays
             assert answer.status_code == 400, answer.text
             assert answer.json()["rejected"][0]["error"].startswith(f"{field}: ")
             assert (await client.post("/v1/receipts", json=WHOLE)).json() == {"accepted": 1, "rejected": []}
+
+    run(test())
+
+
+def test_a_client_that_resets_while_its_upload_is_held_is_noticed(tmp_path: Path) -> None:
+    """The upstream does not read, so neither do we, and who does not read is not told."""
+
+    async def test() -> None:
+        done = asyncio.Event()
+
+        async def never_reads(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await done.wait()
+            writer.transport.abort()
+
+        server = await asyncio.start_server(never_reads, "127.0.0.1", 0, limit=1024)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            async with bench(tmp_path, answering(DONE), (url,), inspect_limit=1024) as b:
+                client = await b.connect()
+                client.writer.write(request(b"x" * (30 << 20)))
+                await b.until(lambda: any(not each._reading for each in b.plane.clients))
+                assert b.total("sloscope_sidecar_inflight_requests") == 1
+                reset_on_close(client.writer.transport)
+                await client.close()
+                await b.until(lambda: b.total("sloscope_sidecar_inflight_requests") == 0)
+                assert await b.end() == ("cancelled", "disconnect")
+        finally:
+            done.set()
+            server.close()
+            await asyncio.sleep(0.05)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "rubbish", [b"\0\1\2\r\n\r\n", b"HTTP/1.1 99 x\r\n\r\n", b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000]
+)
+def test_an_answer_that_is_no_http_is_no_empty_stream(tmp_path: Path, rubbish: bytes) -> None:
+    """An empty stream is what a server says with status 200. The client names this upstream_reset, too."""
+
+    async def test() -> None:
+        async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+            writer.write(rubbish)
+
+        async with bench(tmp_path, script) as b:
+            assert (await b.ask()).status == 502
+            assert await b.end() == ("failed", "upstream_reset")
 
     run(test())
