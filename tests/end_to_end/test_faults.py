@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import socket
@@ -21,7 +20,6 @@ from tests.end_to_end.test_sidecar_processes import (
     at_once,
     for_a_second,
     metrics,
-    one_child,
     upstream,
     without_end,
 )
@@ -54,37 +52,6 @@ def test_who_connects_while_it_drains_is_refused_and_who_streams_is_served(tmp_p
         assert asking.is_alive(), "the stream of a second is still on its way"
         asking.join()
         assert answers[0].count(b"data: ") == 22 and sidecar.process.wait(10) == 0  # 20 events, the finish and [DONE]
-
-
-def test_when_the_supervisor_is_killed_its_children_end_and_the_ports_are_free(tmp_path: Path) -> None:
-    with Stage(tmp_path) as stage, upstream(at_once) as (url, _):
-        proxy, control, sidecar = start_sidecar(stage, url, tmp_path / "events")
-        httpx.post(proxy + CHAT, json=ASK)
-        os.kill(sidecar.process.pid, signal.SIGKILL)
-        sidecar.process.wait()
-        for each in (proxy, control):
-
-            def is_free(where: tuple[str, int] = address(each)) -> bool:
-                with socket.create_server(where):
-                    return True
-
-            until(is_free, 20)
-
-
-def test_the_control_plane_is_killed_and_no_stream_notices(tmp_path: Path) -> None:
-    with Stage(tmp_path) as stage, upstream(for_a_second) as (url, _):
-        proxy, control, sidecar = start_sidecar(stage, url, tmp_path / "events")
-        before = metrics(control)
-        assert before["sloscope_sidecar_requests_offered_total"] == 0
-        answers: list[bytes] = []
-        asking = threading.Thread(target=lambda: answers.append(httpx.post(proxy + CHAT, json=ASK).content))
-        asking.start()
-        time.sleep(0.3)
-        os.kill(one_child(sidecar, "exporter.control_plane"), signal.SIGKILL)
-        asking.join()
-        assert answers[0].endswith(b"data: [DONE]\n\n")
-        after = until(lambda: metrics(control), 20)
-        assert after["sloscope_sidecar_requests_offered_total"] == 1, "the data plane kept the count"
 
 
 def test_four_hundred_clients_leave_at_once_and_every_one_is_accounted_for(tmp_path: Path) -> None:
