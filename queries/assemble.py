@@ -333,7 +333,11 @@ class Assembly:
 
 
 def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:
-    """Outcome and reason at the observer. A late reason refines `disconnect`, nothing else, and into a cancel only."""
+    """Outcome and reason at the observer.
+
+    `disconnect` is refined, nothing else, and into a cancel only: by a late reason, else, where a server saw it, by the
+    end that the client itself recorded, since it knows why it left.
+    """
     side = row.sides.get(observer)
     if side is None or side.end is None:
         return None, None
@@ -342,6 +346,8 @@ def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:
         for late in row.request.late:
             if late["observer"] == observer and late.get("outcome") == "cancelled":
                 return late["outcome"], late.get("reason", "")
+        if observer != "client" and (told := _ending(row, "client"))[0] == "cancelled":
+            return told
     return outcome, reason
 
 

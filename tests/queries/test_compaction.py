@@ -209,6 +209,50 @@ def test_a_late_report_names_the_reason_of_a_cancel_and_never_makes_it_a_complet
     assert one(tmp_path, "sidecar_outcome, sidecar_reason") == ("cancelled", "client_timeout")
 
 
+LEFT, VOLUNTARY, SLOW = ("cancelled", "disconnect"), ("cancelled", "voluntary"), ("cancelled", "slow_reader")
+FAILED, COMPLETED = ("failed", "truncated"), ("completed", "")
+
+
+@pytest.mark.parametrize(
+    ("observer", "server", "client", "refined"),
+    [
+        ("sidecar", LEFT, VOLUNTARY, VOLUNTARY),
+        ("sidecar", LEFT, ("cancelled", "client_timeout"), ("cancelled", "client_timeout")),
+        ("engine", LEFT, VOLUNTARY, VOLUNTARY),
+        ("sidecar", LEFT, LEFT, LEFT),
+        # The client explains why it left, not what the service did: other ends stand as each observer saw them.
+        ("sidecar", LEFT, FAILED, LEFT),
+        ("sidecar", LEFT, COMPLETED, LEFT),
+        ("sidecar", SLOW, VOLUNTARY, SLOW),
+        ("sidecar", FAILED, VOLUNTARY, FAILED),
+        ("sidecar", COMPLETED, VOLUNTARY, COMPLETED),
+        # Nor does a server know better than the client why the client left.
+        ("sidecar", SLOW, LEFT, SLOW),
+    ],
+)
+def test_the_clients_own_reason_refines_a_disconnect_that_a_server_saw_and_nothing_else(
+    tmp_path: Path, observer: str, server: tuple[str, str], client: tuple[str, str], refined: tuple[str, str]
+) -> None:
+    for name, (outcome, reason) in ((observer, server), ("client", client)):
+        with JournalWriter(tmp_path, name, FakeClock()) as journal:
+            write_request(journal, name, new_id(1), 0, [10 * MS], end={"outcome": outcome, "reason": reason})
+        compact(tmp_path)  # the client's word may come after the server's row was final
+    assert one(tmp_path, f"{observer}_outcome, {observer}_reason") == refined
+    assert one(tmp_path, "client_outcome, client_reason") == client
+
+
+def test_a_late_reason_comes_before_the_clients_own_end(tmp_path: Path) -> None:
+    left = {"outcome": "cancelled", "reason": "disconnect"}
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
+        said = {"outcome": "cancelled", "reason": "client_timeout"}
+        sidecar.write(records.make("late", request_id=new_id(1), observer="sidecar", **said))
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS], end=left | {"reason": "voluntary"})
+    compact(tmp_path)
+    assert one(tmp_path, "sidecar_reason, client_reason") == ("client_timeout", "voluntary")
+
+
 def test_a_dead_recorder_leaves_unfinished_once_however_often_recovery_runs(tmp_path: Path) -> None:
     client = JournalWriter(tmp_path, "client", FakeClock(wall_ns=WALL))
     write_request(client, "client", new_id(1), 0, [10 * MS, 25 * MS], ended=False)
