@@ -21,6 +21,7 @@ MAX_BATCH = 1000
 MAX_BYTES = 4 << 20
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
+_MAX_NS = 2**62  # compaction takes no larger stamp: sums with an offset between clocks must fit a column
 _MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must fit a column
 _REMEMBERED = 100_000
 _MAX_LABELS = 32
@@ -231,6 +232,8 @@ class Receipts:
         anchor = receipt.get("anchor") or {"mono_ns": end_ns, "wall_ns": now["wall_ns"]}
         if not isinstance(anchor, dict) or set(anchor) != {"mono_ns", "wall_ns"}:
             raise ReceiptError("malformed", "anchor: accepted: an object of mono_ns and wall_ns")
+        for name in anchor:
+            _int(anchor, name)
         foreign = _checked(records.make("clock", clock_id=clock_id, **anchor))
         return [foreign, *written, now]
 
@@ -281,7 +284,7 @@ def _int(receipt: Mapping[str, Any], name: str, default: int | None = None) -> i
     value = receipt.get(name)
     if value is None:
         return default
-    if type(value) is not int or not 0 <= value < 2**63:
+    if type(value) is not int or not 0 <= value < _MAX_NS:
         raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number, 0 or more")
     if name.endswith("tokens") and value > _MAX_TOKENS:
         raise ReceiptError("malformed", f"{name}: {value}; accepted: at most {_MAX_TOKENS}")
@@ -330,7 +333,7 @@ def _events(receipt: Mapping[str, Any], send_ns: int) -> tuple[list[int], list[i
 
 def _ints(receipt: Mapping[str, Any], name: str, default: list[int]) -> list[int]:
     values = receipt.get(name, default)
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 2**63 for value in values):
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < _MAX_NS for value in values):
         raise ReceiptError("malformed", f"{name}: accepted: a list of whole numbers, 0 or more")
     return values
 

@@ -37,6 +37,10 @@ class Line(NamedTuple):
     wall_offset: int
 
 
+# Up to here the sum of a stamp and an offset between two clocks fits 64 bits: 146 years of uptime, the year 2116.
+MAX_STAMP_NS = 2**62
+
+
 @dataclass(slots=True)
 class Problems:
     """What had to be skipped: counted in full, named up to a limit."""
@@ -154,6 +158,8 @@ class Chain:
     def _place(self, record: records.Record, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
         kind = record["kind"]
         if kind == "clock":
+            if not (0 <= record["mono_ns"] < MAX_STAMP_NS and 0 <= record["wall_ns"] < MAX_STAMP_NS):
+                raise RecordError("clock: places stamps where no column reaches; accepted: 0 to 2^62 ns")
             place.add(record)
             self.horizon = max(self.horizon, record["wall_ns"])
             return None
@@ -167,6 +173,8 @@ class Chain:
             anchor = place.before(stamp)
             if anchor is None:
                 raise RecordError(f"{kind}: stands before the first clock record of its file")
+            if not 0 <= stamp < MAX_STAMP_NS:
+                raise RecordError(f"{kind}: has a stamp that no column places; accepted: 0 to 2^62 ns")
             wall_offset = anchor.wall_ns - anchor.mono_ns
             self.horizon = max(self.horizon, stamp + wall_offset)
         return Line(record, name, self.writer, self.observer, place.clock_id, start, end, wall_offset)

@@ -124,6 +124,8 @@ WHOLE = {"request_id": ID, "clock_id": "b:1", "send_ns": 1000, "t_ns": [2000], "
         ("tokens", [2**31]),
         ("own_limits", {"ttft_ns": 2**63}),
         ("recorded", "yes"),
+        ("end_ns", 2**62),
+        ("t_ns", [2**62]),
     ],
 )
 def test_a_receipt_with_a_value_that_no_column_takes_is_refused_and_its_id_stays_free(
@@ -182,5 +184,16 @@ def test_an_answer_that_is_no_http_is_no_empty_stream(tmp_path: Path, rubbish: b
         async with bench(tmp_path, script) as b:
             assert (await b.ask()).status == 502
             assert await b.end() == ("failed", "upstream_reset")
+
+    run(test())
+
+
+@pytest.mark.parametrize("anchor", [{"mono_ns": 2**62, "wall_ns": 0}, {"mono_ns": 0, "wall_ns": -1}])
+def test_a_receipt_placed_where_no_column_reaches_is_refused(tmp_path: Path, anchor: dict[str, int]) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE)) as b, asking(b) as client:
+            answer = await client.post("/v1/receipts", json=WHOLE | {"anchor": anchor})
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["rejected"][0]["error"].startswith(("mono_ns: ", "wall_ns: "))
 
     run(test())

@@ -283,3 +283,18 @@ def test_files_that_no_pass_wrote_are_left_alone(tmp_path: Path) -> None:
     for name in foreign:
         assert (tmp_path / "tables" / name).read_text() == "precious"
     assert not any((tmp_path / "tables" / name).exists() for name in killed)
+
+
+def test_a_stamp_that_no_column_places_costs_its_own_line_and_nobody_elses_tables(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS])
+        # 2^63 - 1 fits its own column; on the wall, 1.7e18 ns later, it does not.
+        write_request(client, "client", new_id(2), 2**63 - 1, [])
+        client.write(records.make("clock", mono_ns=2**63 - 1, wall_ns=-(2**63), clock_id="fake:0:0"))
+        write_request(client, "client", new_id(3), 20 * MS, [30 * MS])
+    report = compact(tmp_path)
+    assert report.bad_lines >= 2 and any("no column" in problem for problem in report.problems)
+    assert select(tmp_path, "select request_id, client_ttft_ns from {requests} order by 1") == [
+        (new_id(1), 10 * MS),
+        (new_id(3), 10 * MS),
+    ]
