@@ -98,7 +98,11 @@ def _fits(expected: str, value: Any) -> bool:
     if expected == "float":
         return found is float or found is int
     if expected == "limits":
-        return found is dict and value.keys() <= _LIMITS and all([type(item) is int for item in value.values()])
+        return (
+            found is dict
+            and value.keys() <= _LIMITS
+            and all([type(item) is int and -(2**63) <= item < 2**63 for item in value.values()])
+        )
     if expected == "labels":
         return found is dict and all([type(item) in _LABEL_TYPES for item in value.values()])
     return False

@@ -205,7 +205,9 @@ def _fits(field: Field, value: object) -> bool:
         case "strs":
             return isinstance(value, list) and all(isinstance(item, str) or item is None for item in value)
         case "limits":
-            return isinstance(value, dict) and all(k in LIMIT_FIELDS and _is_int(v) for k, v in value.items())
+            return isinstance(value, dict) and all(
+                k in LIMIT_FIELDS and _is_int(v) and -(2**63) <= v < 2**63 for k, v in value.items()
+            )
         case "labels":
             return isinstance(value, dict) and all(
                 isinstance(k, str) and isinstance(v, (str, int, float, bool)) for k, v in value.items()

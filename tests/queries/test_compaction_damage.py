@@ -298,3 +298,12 @@ def test_a_stamp_that_no_column_places_costs_its_own_line_and_nobody_elses_table
         (new_id(1), 10 * MS),
         (new_id(3), 10 * MS),
     ]
+
+
+def test_a_limit_that_no_column_holds_costs_its_own_request_and_nobody_elses(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(1), 0, [10 * MS], begin={"own_limits": {"ttft_ns": 2**63}})
+        write_request(client, "client", new_id(2), 0, [10 * MS])
+    report = compact(tmp_path)
+    assert report.bad_lines == 1 and "begin.own_limits" in report.problems[0]
+    assert select(tmp_path, "select request_id from {requests}") == [(new_id(2),)]
