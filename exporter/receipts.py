@@ -120,7 +120,7 @@ class Receipts:
         _check_labels(receipt.get("labels"))
         send_ns = _int(receipt, "send_ns")
         if send_ns is None:
-            raise ReceiptError("malformed", "send_ns: null; accepted: a whole number, 0 or more")
+            raise ReceiptError("malformed", "send_ns: null; accepted: a whole number from 0, below 2^62")
         if receipt.get("recorded") not in (None, True, False):
             raise ReceiptError("malformed", "recorded: accepted: true or false")
         n_choices = _int(receipt, "n_choices", 1) or 1
@@ -285,7 +285,7 @@ def _int(receipt: Mapping[str, Any], name: str, default: int | None = None) -> i
     if value is None:
         return default
     if type(value) is not int or not 0 <= value < _MAX_NS:
-        raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number, 0 or more")
+        raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number from 0, below 2^62")
     if name.endswith("tokens") and value > _MAX_TOKENS:
         raise ReceiptError("malformed", f"{name}: {value}; accepted: at most {_MAX_TOKENS}")
     return value
@@ -334,7 +334,7 @@ def _events(receipt: Mapping[str, Any], send_ns: int) -> tuple[list[int], list[i
 def _ints(receipt: Mapping[str, Any], name: str, default: list[int]) -> list[int]:
     values = receipt.get(name, default)
     if not isinstance(values, list) or not all(type(value) is int and 0 <= value < _MAX_NS for value in values):
-        raise ReceiptError("malformed", f"{name}: accepted: a list of whole numbers, 0 or more")
+        raise ReceiptError("malformed", f"{name}: accepted: a list of whole numbers from 0, below 2^62")
     return values
 
 
