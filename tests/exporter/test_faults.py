@@ -63,6 +63,7 @@ def test_a_status_below_100_is_rubbish_and_no_interim_answer(status: str) -> Non
 def test_no_name_of_a_parameter_reaches_anything_but_the_question(tmp_path: Path, name: str) -> None:
     async def test() -> None:
         async with bench(tmp_path, answering(event(), finish(), DONE)) as b, asking(b) as client:
+            await b.until(b.events.is_dir)  # the recorder makes it, in its own time
             answer = await client.get("/api/q/goodput", params={name: "1"})
             assert answer.status_code == 400
             assert answer.json()["error"] == f"goodput: param {name!r} is unknown; accepted: none"
