@@ -13,21 +13,21 @@ offered as (
         count(*) as n,
         (99 * count(*) + 99) // 100 as wanted_rank
     from cohort
-    where not (e2e_alone and outcome = 'completed' and ttft_worst_ns is null)
+    where not (e2e_alone and outcome = 'completed' and ttft_ns is null)
 ),
 
 measured as (
-    select ttft_worst_ns
+    select ttft_ns
     from cohort
-    where outcome = 'completed' and ttft_worst_ns is not null
+    where outcome = 'completed' and ttft_ns is not null
 ),
 
 milliseconds as (
     select
-        ttft_worst_ns // 1000000 as ms,
+        ttft_ns // 1000000 as ms,
         count(*) as requests
     from measured
-    group by ttft_worst_ns // 1000000
+    group by ttft_ns // 1000000
 ),
 
 counted as (
@@ -50,14 +50,14 @@ wanted as (
 
 placed as (
     select
-        measured.ttft_worst_ns,
-        row_number() over (order by measured.ttft_worst_ns) as place
+        measured.ttft_ns,
+        row_number() over (order by measured.ttft_ns) as place
     from measured
-    inner join wanted on measured.ttft_worst_ns // 1000000 = wanted.ms
+    inner join wanted on measured.ttft_ns // 1000000 = wanted.ms
 ),
 
 found as (
-    select placed.ttft_worst_ns
+    select placed.ttft_ns
     from placed
     inner join wanted on placed.place = wanted.place
 ),
@@ -65,10 +65,10 @@ found as (
 final as (
     select
         offered.n,
-        found.ttft_worst_ns as ttft_p99_ns,
+        found.ttft_ns as ttft_p99_ns,
         case
             when offered.n < 299 then 'n=' || cast(offered.n as varchar) || ' < 299'
-            when found.ttft_worst_ns is null then '> max'
+            when found.ttft_ns is null then '> max'
         end as reason
     from offered
     left join found on true

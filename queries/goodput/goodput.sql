@@ -29,7 +29,7 @@
 --   ttft_p99_reason               varchar  -          why the p99 is NULL: too few requests, or beyond every value (> max)
 -- rules: attainment is NULL without offered requests; rates are 0 then and NULL only without a window. Wilson's
 --   interval assumes independent requests, which requests that share a queue are not: read it as a lower bound on
---   the uncertainty. TTFT is the worst choice's.
+--   the uncertainty. With several choices each has to meet the limits, but the p99 is of TTFT, the first receipt of any.
 -- source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927) 209-212
 with
 

@@ -27,7 +27,7 @@ cohort as (
         request_id,
         outcome,
         qualified,
-        ttft_worst_ns,
+        ttft_ns,
         itl_max_ns,
         span_ns,
         span_tokens
@@ -64,7 +64,7 @@ landed as (
         cohort.request_id,
         cohort.outcome,
         cohort.qualified,
-        cohort.ttft_worst_ns,
+        cohort.ttft_ns,
         cohort.itl_max_ns,
         cohort.span_ns / nullif(cohort.span_tokens - 1, 0) as tpot_ns,
         request_steps.step_ns,
@@ -90,11 +90,11 @@ landed as (
 ttft_ranked as (
     select
         size_class,
-        ttft_worst_ns as value_ns,
-        row_number() over (partition by size_class order by ttft_worst_ns) as place,
+        ttft_ns as value_ns,
+        row_number() over (partition by size_class order by ttft_ns) as place,
         count(*) over (partition by size_class) as n
     from landed
-    where outcome = 'completed' and ttft_worst_ns is not null
+    where outcome = 'completed' and ttft_ns is not null
 ),
 
 gap_ranked as (
@@ -131,7 +131,7 @@ counted as (
         count(*) as requests,
         count(*) filter (where outcome = 'completed') as completed,
         count(*) filter (where qualified) as qualified,
-        max(ttft_worst_ns) filter (where outcome = 'completed') as ttft_max_ns,
+        max(ttft_ns) filter (where outcome = 'completed') as ttft_max_ns,
         max(itl_max_ns) filter (where outcome = 'completed') as itl_max_max_ns,
         avg(tpot_ns) filter (where outcome = 'completed') as tpot_mean_ns,
         avg(step_ns) as step_mean_ns

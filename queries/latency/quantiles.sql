@@ -19,7 +19,8 @@
 --   value_rank    bigint   -         from 1 in the sorted series
 --   low_rank      bigint   -
 --   high_rank     bigint   -
--- rules: Nearest rank, ceil(q n). `completed` holds completed requests that have the value (a TTFT never measured is no
+-- rules: With several choices a TTFT is that of the first one to come, and the largest gap and TPOT are the worst one's.
+--   Nearest rank, ceil(q n). `completed` holds completed requests that have the value (a TTFT never measured is no
 --   zero); `offered` holds every offered request, and one that was not completed, or has no TTFT or e2e, is above every
 --   value; a completed one without a gap or TPOT to measure is left out of both, and so is, for the three TTFTs, a
 --   completed one that did not stream in a class with streaming = 'optional'. Bounds are order statistics whose
@@ -36,8 +37,8 @@ cohort as (
     select
         outcome,
         e2e_alone,
-        ttft_worst_ns,
-        ttft_visible_worst_ns,
+        ttft_ns,
+        ttft_visible_ns,
         client_ttft_intended_ns,
         itl_max_ns,
         tpot_ceil_ns,
@@ -50,8 +51,8 @@ measured as (
         outcome = 'completed' as is_completed,
         $metric in ('itl_max', 'tpot') or (e2e_alone and $metric <> 'e2e') as may_lack,
         case $metric
-            when 'ttft' then ttft_worst_ns
-            when 'ttft_visible' then ttft_visible_worst_ns
+            when 'ttft' then ttft_ns
+            when 'ttft_visible' then ttft_visible_ns
             when 'ttft_intended' then client_ttft_intended_ns
             when 'itl_max' then itl_max_ns
             when 'tpot' then tpot_ceil_ns

@@ -16,7 +16,7 @@ def with_ttfts_up_to(n: int) -> Session:
     session = Session.from_rows({}, preset("exercise"), window=(0, SECOND))
     session._connection.execute(
         "insert into requests (request_id, arrival_at_ns, client_observed, client_outcome, client_end_at_ns, "
-        "client_ttft_worst_ns) select i, 0, true, 'completed', 0, i from range(1, ?) as t(i)",
+        "client_ttft_ns) select i, 0, true, 'completed', 0, i from range(1, ?) as t(i)",
         [n + 1],
     )
     return session
@@ -78,6 +78,14 @@ def test_bounds_of_a_large_sample_stay_those_of_the_exact_distribution():
         assert (found[name]["low_rank"], found[name]["high_rank"]) == (low, high)
     assert found["p99"]["value_rank"] == 19_800
     assert p99 == found["p99"]["value_s"] == 19_800 / 1e9
+
+
+def test_the_p99_of_ttft_is_of_the_first_receipt_of_any_choice():
+    with with_ttfts_up_to(299) as session:
+        session._connection.execute("update requests set n_choices = 2, client_ttft_worst_ns = 1000000000")
+        row = session.run("goodput").rows[0]
+    # n = 299: rank ceil(0.99 * 299) = ceil(296.01) = 297, and the request with that rank waited 297 ns
+    assert (row["ttft_p99_s"], row["ttft_p99_reason"]) == (297 / 1e9, None)
 
 
 def _exact_ranks(n: int, percent: int) -> tuple[int, int]:
