@@ -4,7 +4,7 @@
     -- grain: what one row is
     -- inputs: views, separated by commas
     -- params:
-    --   name  type  unit  default        more words are a remark
+    --   name  type  unit  default  [min N]  more words are a remark
     -- outputs:
     --   name  type  unit  more words are a remark
     -- rules: ties, boundaries, what is NULL and why
@@ -12,12 +12,13 @@
 
 `params` and `outputs` have one line each, words split by blanks; every other entry runs on over lines that start
 with `--` and two blanks or more. A param's default is a bare word; `required` means that it must be given and `null`
-that SQL gets NULL. A varchar's unit may list what is accepted: `class|model|tenant`. `-` is no unit.
+that SQL gets NULL. `min N` is the smallest number that is accepted. A varchar's unit may list what is accepted:
+`class|model|tenant`. `-` is no unit.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ TYPES = ("bigint", "double", "varchar", "boolean")
 _ENTRIES = ("question", "view", "grain", "inputs", "params", "outputs", "rules", "source")
 _ENTRY = re.compile(r"^-- ([a-z]+):\s*(.*)$")
 _LITERALS = re.compile(r"'(?:[^']|'')*'|--[^\n]*")
+_MINIMUM = re.compile(r"^min (-?[0-9]+)(?:\s+|$)(.*)$")
 _PARAM = re.compile(r"\$([a-z_][a-z0-9_]*)")
 
 
@@ -38,6 +40,7 @@ class Param:
     unit: str
     default: str
     remark: str = ""
+    minimum: int | None = None
 
     @property
     def required(self) -> bool:
@@ -49,8 +52,13 @@ class Param:
         return tuple(self.unit.split("|")) if self.type == "varchar" and "|" in self.unit else ()
 
     def describe(self) -> str:
-        says = f"{self.name} ({self.type}" + ("" if self.unit == "-" else f", {self.unit}")
+        says = f"{self.name} ({self.type}" + ("" if self.unit == "-" else f", {self.unit}") + self.from_minimum
         return says + (", required)" if self.required else f", default {self.default})")
+
+    @property
+    def from_minimum(self) -> str:
+        """As errors and help say it."""
+        return "" if self.minimum is None else f", {self.minimum} or more"
 
     def value(self, given: object) -> int | float | str | bool | None:
         """`given`, which may be text from a command line or a URL, as the declared type.
@@ -71,7 +79,10 @@ class Param:
             raise self._refuse(given)
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
             raise self._refuse(given)
-        return self._number(given)
+        number = self._number(given)
+        if self.minimum is not None and number < self.minimum:
+            raise self._refuse(given)
+        return number
 
     def _number(self, given: int | float | str) -> int | float:
         if isinstance(given, str) and self.name.endswith("_ns") and not given.lstrip("-").isdigit():
@@ -98,7 +109,8 @@ class Param:
         else:
             accepted = {"bigint": "a whole number", "double": "a number", "boolean": "true or false"}.get(
                 self.type, "text"
-            ) + ("" if self.unit == "-" else f" ({self.unit})")
+            )
+            accepted += ("" if self.unit == "-" else f" ({self.unit})") + self.from_minimum
         return QueryError(f"param {self.name}: {str(given)[:60]!r} is not accepted; accepted: {accepted}")
 
 
@@ -177,7 +189,11 @@ def read_header(path: Path) -> Header:
 def _param(path: Path, line: str) -> Param:
     words: list[Any] = line.split(None, 4)
     assert len(words) >= 4 and words[1] in TYPES, f"{path}: a param is `name type unit default`, got {line!r}"
-    return Param(*words)
+    param = Param(*words)
+    if match := _MINIMUM.match(param.remark):
+        assert param.type in ("bigint", "double"), f"{path}: only a number has a minimum, got {line!r}"
+        param = replace(param, remark=match[2], minimum=int(match[1]))
+    return param
 
 
 def _output(path: Path, line: str) -> Output:

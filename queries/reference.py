@@ -119,7 +119,7 @@ def _question(header: Header) -> list[str]:
     if header.params:
         body += _table(
             ("parameter", "type", "unit or accepted", "default", "remark"),
-            [(f"`{p.name}`", p.type, p.unit, p.default, p.remark) for p in header.params.values()],
+            [(f"`{p.name}`", p.type, p.unit + p.from_minimum, p.default, p.remark) for p in header.params.values()],
         )
     body += _table(
         ("output", "type", "unit", "remark"), [(f"`{o.name}`", o.type, o.unit, o.remark) for o in header.outputs]

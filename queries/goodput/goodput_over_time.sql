@@ -2,7 +2,7 @@
 -- grain: one row per bucket of the window, empty ones included
 -- inputs: cohort, run_window, numbers
 -- params:
---   bucket_s  bigint  seconds  10  length of a bucket, 1 or more
+--   bucket_s  bigint  seconds  10  min 1  length of a bucket
 -- outputs:
 --   bucket_start_s          double   seconds   after the start of the window
 --   bucket_at_s             double   seconds   the same as wall time since the epoch
@@ -21,7 +21,7 @@
 --   token_goodput           double   tokens/s
 --   observed_tokens_per_s   double   tokens/s  of the requests that arrived in the bucket, whenever they came
 -- rules: A request belongs to the bucket of its arrival. The window rule applies to the outer window: nobody is cut
---   off at the end of a bucket. A bucket_s below 1 is taken as 1, and one that makes more than 100000 buckets gives
+--   off at the end of a bucket. A bucket_s that makes more than 100000 buckets gives
 --   the first 100000. Wilson's interval assumes independent requests.
 with
 
@@ -40,7 +40,7 @@ run_window as (
     select
         window_start_ns,
         window_end_ns,
-        greatest($bucket_s, 1) * 1000000000 as bucket_ns
+        $bucket_s * 1000000000 as bucket_ns
     from run_window
 ),
 

@@ -2,8 +2,8 @@
 -- grain: one row per verdict on the average and on the largest gap; all four have a row
 -- inputs: cohort
 -- params:
---   tpot_ns     bigint  ns  30000000  limit on the average, (last - first) / (tokens - 1)
---   itl_max_ns  bigint  ns  30000000  limit on the largest gap
+--   tpot_ns     bigint  ns  30000000  min 0  limit on the average, (last - first) / (tokens - 1)
+--   itl_max_ns  bigint  ns  30000000  min 0  limit on the largest gap
 -- outputs:
 --   meets_tpot        boolean  -         the average gap is within its limit
 --   meets_itl_max     boolean  -         the largest gap is within its limit

@@ -2,7 +2,7 @@
 -- grain: one row per class with scheduled requests that were sent
 -- inputs: cohort
 -- params:
---   bound_ns  bigint  ns  null  a lag above this is too much; null: a tenth of the class's TTFT limit
+--   bound_ns  bigint  ns  null  min 0  a lag above this is too much; null: a tenth of the class's TTFT limit
 -- outputs:
 --   class                varchar  -
 --   scheduled_sent       bigint   requests  sent, with a scheduled arrival: the denominator

@@ -2,7 +2,7 @@
 -- grain: one row per bucket of wall time in which a request arrived or a hold ended
 -- inputs: cohort, judged_holds, run_window
 -- params:
---   bucket_s  bigint  seconds  10  width of a bucket, from 1; the first starts with the window
+--   bucket_s  bigint  seconds  10  min 1  width of a bucket; the first starts with the window
 -- outputs:
 --   bucket_at_s                   double   seconds   start, since the epoch
 --   arrivals                      bigint   requests  of the cohort that arrived in the bucket
@@ -17,13 +17,13 @@
 --   excess_s                      double   seconds   waiting beyond the limits
 --   worst                         varchar  -         verdict with the largest excess; `none` without a hold
 -- rules: A hold belongs to the bucket of its end, also after the window's end. A bucket in which nothing happened has no
---   row. Equal excesses: the verdict first by name. A width below 1 is taken as 1.
+--   row. Equal excesses: the verdict first by name.
 with
 
 run_window as (
     select
         window_start_ns,
-        greatest(cast($bucket_s as bigint), 1) * 1000000000 as bucket_ns
+        cast($bucket_s as bigint) * 1000000000 as bucket_ns
     from run_window
 ),
 

@@ -2,7 +2,7 @@
 -- grain: one row per late hold of the cohort at the declared receipt observer
 -- inputs: judged_holds
 -- params:
---   longer_than_ns  bigint  ns  0  only holds longer than this
+--   longer_than_ns  bigint  ns  0  min 0  only holds longer than this
 -- outputs:
 --   request_id        varchar  -
 --   class             varchar  -

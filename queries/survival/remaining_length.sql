@@ -4,9 +4,9 @@
 -- params:
 --   by          varchar  class|model|tenant|all  class    how to split into cohorts
 --   population  varchar  arrival|period          arrival
---   generated   bigint   tokens                  0        tokens that the answer has had
---   cap         bigint   tokens                  null     its max_tokens: nothing is said beyond it
---   until       bigint   tokens                  null     also the chance that the answer is longer than this
+--   generated   bigint   tokens                  0     min 0  tokens that the answer has had
+--   cap         bigint   tokens                  null  min 1  its max_tokens: nothing is said beyond it
+--   until       bigint   tokens                  null  min 0  also the chance that the answer is longer than this
 -- outputs:
 --   cohort                 varchar  -
 --   generated_tokens       bigint   tokens

@@ -4,7 +4,7 @@
 -- params:
 --   by          varchar  class|model|tenant|all  class    how to split into cohorts
 --   population  varchar  arrival|period          arrival
---   cap         bigint   tokens                  null     restrict the mean to min(cap, largest observed length)
+--   cap         bigint   tokens                  null  min 1  restrict the mean to min(cap, largest observed length)
 -- outputs:
 --   cohort                 varchar  -
 --   requests               bigint   requests  of the population

@@ -67,6 +67,22 @@ def test_an_unknown_question_is_refused_with_the_names_that_exist():
         question("nope")
 
 
+@pytest.mark.parametrize("name", ["goodput_over_time", "hold_timeline"])
+def test_a_bucket_without_a_width_is_refused_and_not_taken_as_another(name):
+    with (
+        session_of({}) as session,
+        pytest.raises(QueryError, match=r"param bucket_s: '-5' is not accepted; .*1 or more"),
+    ):
+        session.run(name, bucket_s=-5)
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=[header.name for header in HEADERS])
+def test_every_number_that_a_question_takes_has_a_smallest_one(header: Header):
+    # All of them are times, widths and counts: a negative one asks nothing.
+    numbers = [param for param in header.params.values() if param.type in ("bigint", "double")]
+    assert all(param.minimum is not None for param in numbers)
+
+
 def test_every_question_is_listed_with_its_topic():
     assert {"name": "goodput", "topic": "goodput"}.items() <= next(
         row for row in list_questions() if row["name"] == "goodput"
