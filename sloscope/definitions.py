@@ -233,7 +233,7 @@ def classify_end(end: StreamEnd) -> Ended:
 class Verdict(NamedTuple):
     qualified: bool
     misses: tuple[str, ...]  # limit names, `min_tokens`, `outcome`, `class`
-    vacuous: bool  # a limit on gaps counted as met because there was no gap
+    vacuous: bool  # completed, and a limit on gaps counted as met because there was no gap
 
 
 def judge(
@@ -248,8 +248,8 @@ def judge(
     """Completed, and every declared limit met. Comparisons are `<=` on integers.
 
     A missing TTFT is a miss, unless the class says streaming = "optional" and the request did not stream: then only
-    e2e is judged. A missing
-    gap or TPOT of a completed request is met, and counted as vacuous.
+    e2e is judged. A missing gap or TPOT of a completed request is met, and counted as vacuous, whatever else was
+    missed.
     """
     misses: list[str] = []
     vacuous = False
@@ -271,7 +271,7 @@ def judge(
             misses.append(name)
     if outcome == "completed" and summary.tokens is not None and summary.tokens < limits.min_tokens:
         misses.append("min_tokens")
-    return Verdict(not misses, tuple(misses), vacuous and not misses)
+    return Verdict(not misses, tuple(misses), vacuous)
 
 
 def _measured(name: str, limit: int, summary: Summary) -> tuple[int | None, int]:

@@ -7,7 +7,8 @@
 --   after it, is unfinished(window_closed). A class that the contract does not have never qualifies; limits that were
 --   given for every class (`--goodput`) are those of `contract_class` for all but `_unknown`. A request that did not stream in a class with streaming = 'optional' has the limit e2e alone. With n > 1 the worst choice is
 --   judged. tpot_ceil_ns is the TPOT rounded up, which meets an integer limit exactly when the quotient does. A
---   missing TTFT or e2e misses its limit; a missing gap or TPOT meets it, and makes a qualified request vacuous.
+--   missing TTFT or e2e misses its limit; a missing gap or TPOT of a completed request meets it, and the request is
+--   vacuous, whatever else it missed.
 with
 
 window_requests as (
@@ -105,7 +106,7 @@ judged as (
 final as (
     select
         judged.*,
-        judged.qualified and (
+        judged.outcome = 'completed' and (
             (judged.limit_itl_max_ns is not null and judged.itl_max_ns is null)
             or (judged.limit_tpot_ns is not null and judged.tpot_ceil_ns is null)
         ) as vacuous,

@@ -9,7 +9,7 @@
 --   cancelled                     bigint   requests
 --   unfinished                    bigint   requests
 --   unobserved                    bigint   requests   no record at the declared observer
---   vacuous                       bigint   requests   qualified although a promised gap or TPOT has no value
+--   vacuous                       bigint   requests   completed, and a promised gap or TPOT has no value: met, whatever else was missed
 --   voluntary                     bigint   requests   cancelled(voluntary)
 --   warmup_excluded               bigint   requests   in the window, not in the cohort
 --   attainment                    double   ratio      qualified / offered

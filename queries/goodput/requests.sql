@@ -14,7 +14,7 @@
 --   outcome         varchar  -
 --   reason          varchar  -
 --   qualified       boolean  -
---   vacuous         boolean  -
+--   vacuous         boolean  -         completed, and a promised gap or TPOT has no value: met, whatever else was missed
 --   misses          varchar  -         obligations in the order outcome, class, limits; empty when qualified
 -- rules: A request that misses several obligations names them all. 'unobserved' is no miss of a limit: nothing is known.
 with

@@ -149,6 +149,10 @@ def test_a_missing_ttft_is_a_miss_and_a_missing_gap_is_vacuously_met() -> None:
     assert d.judge("completed", summary(), EXERCISE).misses == ("ttft", "min_tokens")
     one = d.judge("completed", summary(120), EXERCISE)
     assert one.qualified and one.vacuous
+    late = d.judge("completed", summary(301), EXERCISE)
+    assert late == (False, ("ttft",), True), "met without a measurement, whatever else was missed"
+    assert not d.judge("cancelled", summary(120), EXERCISE).vacuous
+    assert not d.judge("completed", summary(301), Limits(ttft_ns=300 * MS)).vacuous, "no gap was promised"
 
 
 def test_a_request_that_did_not_stream_is_judged_by_e2e_alone_where_the_class_allows() -> None:
