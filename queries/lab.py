@@ -1,5 +1,6 @@
 """`sloscope lab`: the eight requests, written as journal records, compacted, judged with SQL."""
 
+import shlex
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -116,7 +117,7 @@ def lab(
     sloscope lab                            the verdicts and the summary
     sloscope lab --relax itl_max=80ms       what a looser gap would give
     sloscope lab --format json              the summary as one row
-    sloscope lab --events lab && sloscope query misses_by_obligation --events lab
+    sloscope lab --events lab               keeps the records, and prints the query that judges the same window
     """
     contract, name = relaxed(contracts.preset("exercise"), "exercise", relax)
     with ExitStack() as stack:
@@ -138,7 +139,10 @@ def lab(
         _explain(verdicts, summary, contract)
     message(result.meta.line())
     if events is not None:
-        message(f"records kept in {events}; ask them with: sloscope query --list")
+        # Without it a query takes the seconds in which requests arrived, 0 to 15, and its rates differ from these.
+        window = f"{result.meta.window_start}..{result.meta.window_end}"
+        asked = ["--events", str(events), "--window", window, *(["--relax", relax] if relax else [])]
+        message(f"records kept; ask them with: sloscope query goodput {shlex.join(asked)}")
 
 
 def _explain(verdicts: list[dict[str, Any]], summary: dict[str, Any], contract: contracts.Contract) -> None:
