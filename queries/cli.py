@@ -30,8 +30,10 @@ def open_session(
     relax: str | None = None,
     observer: str | None = None,
     window: str | None = None,
+    preset: str | None = None,
 ) -> Session:
-    contract, name = relaxed(*find_contract(_recorded(events), contract_file, goodput), relax)
+    """`preset`: the contract to take, said on stderr, where none was given and none lies with the events."""
+    contract, name = relaxed(*find_contract(_recorded(events), contract_file, goodput, preset), relax)
     return Session(
         events,
         contract,
@@ -146,14 +148,15 @@ def sql(
     format: str = FORMAT,
 ) -> None:
     """Your own SQL, read-only. Views: requests, chunks, late_gaps, steps, step_requests, states, decisions;
-    observed_requests and cohort, which add the observer's columns and the verdict.
+    observed_requests and cohort, which add the observer's columns and the verdict. Without any contract the verdict is
+    that of the preset exercise.
 
     \b
     sloscope sql "select class, count(*) as n from cohort group by class order by class" --events run1
     sloscope sql "describe cohort" --events run1 --goodput 'ttft:300'
     """
     check_format(format)
-    with open_session(events, contract, goodput, None, observer, window) as session:
+    with open_session(events, contract, goodput, None, observer, window, preset="exercise") as session:
         result = session.sql(text, max_rows=max_rows, timeout_s=timeout)
     print_result(result, format)
     if result.truncated:

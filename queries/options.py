@@ -7,7 +7,7 @@ import typer
 from sloscope import contract as contracts
 from sloscope.contract import Contract
 from sloscope.errors import ConfigError
-from sloscope.output import FORMAT_HELP
+from sloscope.output import FORMAT_HELP, message
 from sloscope.units import format_ns, parse_duration_ns
 
 CONTRACT_FILE = "contract.toml"  # what a replay, a sidecar or the lab leaves beside its records
@@ -25,8 +25,12 @@ RELAX = typer.Option(None, "--relax", metavar="LIMIT=VALUE", help="Change one li
 FORMAT = typer.Option("table", "--format", help=FORMAT_HELP)
 
 
-def find_contract(events: Path, file: Path | None, goodput: str | None) -> tuple[Contract, str]:
-    """The contract and its name: the one given, else the one saved with the events; none is made up."""
+def find_contract(
+    events: Path, file: Path | None, goodput: str | None, preset: str | None = None
+) -> tuple[Contract, str]:
+    """The contract and its name: the one given, else the one saved with the events. None is made up, unless the caller
+    names the preset to fall back on, which is said on stderr.
+    """
     if file is not None and goodput is not None:
         raise ConfigError("--contract and --goodput: both are given; accepted: one of them")
     if file is not None:
@@ -36,6 +40,12 @@ def find_contract(events: Path, file: Path | None, goodput: str | None) -> tuple
     saved = Path(events) / CONTRACT_FILE
     if saved.exists():
         return contracts.load(saved), str(saved)
+    if preset is not None:
+        message(
+            f"contract: none with the events and none given, so the verdicts are those of the preset {preset}; "
+            "--contract FILE or --goodput TEXT gives others"
+        )
+        return contracts.preset(preset), preset
     raise ConfigError(
         f"contract: {str(saved)!r} does not exist; accepted: --contract FILE (sloscope contract init writes one) "
         "or --goodput 'ttft:300 itl_max:30'"

@@ -1,6 +1,7 @@
 """The query commands as a person uses them: rows on stdout, rules on stderr, one line when something is wrong."""
 
 import json
+import shutil
 
 import pytest
 
@@ -79,6 +80,24 @@ def test_no_contract_is_made_up_when_none_is_there(tmp_path):
 def test_own_sql_sees_the_verdicts(events):
     found = rows("sql", "select count(*) as n from cohort where qualified", "--events", str(events))
     assert found == [{"n": 3}]
+
+
+def test_own_sql_needs_no_contract_for_raw_tables_and_says_which_one_judges(events, tmp_path):
+    shutil.copytree(events / "journal", tmp_path / "journal")
+    raw = sloscope("sql", "select count(*) as n from requests", "--events", str(tmp_path), "--format", "json")
+    assert raw.returncode == 0 and json.loads(raw.stdout) == [{"n": 8}], raw.stderr
+    said = [line for line in raw.stderr.splitlines() if line.startswith("contract: none")]
+    assert said == [
+        "contract: none with the events and none given, so the verdicts are those of the preset exercise; "
+        "--contract FILE or --goodput TEXT gives others"
+    ]
+    done = sloscope(
+        "sql", "select 1 as x from cohort where qualified", "--events", str(tmp_path), "--goodput", "ttft:1"
+    )
+    assert done.returncode == 0 and "contract: none" not in done.stderr
+    kept = sloscope("sql", "select 1 as x", "--events", str(events))
+    assert "contract: none" not in kept.stderr
+    assert error("query", "goodput", "--events", str(tmp_path)).startswith("contract: ")
 
 
 def test_own_sql_says_when_rows_were_left_out(events):
