@@ -38,7 +38,7 @@ def test_the_list_names_every_question_with_what_it_asks():
 
 def test_a_question_describes_its_params_and_outputs():
     done = sloscope("query", "goodput_over_time", "--describe", "--format", "json")
-    assert "--param bucket_s (bigint, seconds, default 10)" in done.stderr
+    assert "--param bucket_s (bigint, seconds, 1 or more, default 10)" in done.stderr
     assert {"output": "offered", "type": "bigint"}.items() <= json.loads(done.stdout)[3].items()
 
 
