@@ -83,7 +83,7 @@ def burn_name(window: str) -> str:
     return f"class:sloscope_error_budget_burn:ratio_rate{window}"
 
 
-LIMIT_MET = "class:sloscope_limit_met:ratio_rate5m"
+LIMIT_MET = "class:sloscope_limit_met_of_measured:ratio_rate5m"
 BEYOND = "sloscope_beyond_last_bucket:ratio_rate5m"
 
 
@@ -119,7 +119,12 @@ def _recordings(contract: Contract, windows: list[str] | tuple[str, ...]) -> Ite
 
 
 def _limits_met(contract: Contract) -> Iterator[Recording]:
-    """Each limit by itself, counted from the bucket whose edge is the limit."""
+    """Each limit by itself, counted from the bucket whose edge is the limit, of the requests that had a value.
+
+    Not of the offered: a request that failed before its first output has no TTFT and is in neither number, so an
+    outage does not lower this share. Attainment is what counts it. Over the offered a gap that could not be measured,
+    which meets its limit, would look like a miss.
+    """
     for row in contract.classes.values():
         for limit in row.limits.declared():
             series = promql.receipt(f"{limit}_seconds", contract.observer)
