@@ -3,7 +3,8 @@
 -- inputs: observed_requests, chunks
 -- rules: An event without a token count counts as one (assumed_one); `counted_tokens` is the sum over all events under
 --   that rule, so that a share of it can be scaled to the request's own count. A receipt exactly at a moment came
---   before it. Stamps are placed on the wall as in `open_tokens`.
+--   before it. Stamps are placed on the wall as in `open_tokens`, which stays apart: every question asks it, hardly any
+--   request is open at its cut, and one view of all three moments would read the receipts of all that lies between.
 with
 
 crossing as (
