@@ -143,7 +143,7 @@ class DataPlane:
                 client.exchange.cut()
             client.close()
         for observation in list(self.watch.active.values()):
-            observation.ended("eof", "", False, self.clock.monotonic_ns(), recorder_lost=True)
+            observation.ended("timeout", "", False, self.clock.monotonic_ns())
         await asyncio.sleep(0)
         self._metrics_server.close()
         for connection in list(self.metrics_connections):

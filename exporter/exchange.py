@@ -90,13 +90,13 @@ class Exchange:
         except Exception as error:
             self._plane.observer_failed(error)
 
-    def _end_observation(self, transport: str, left: str = "", recorder_lost: bool = False) -> None:
+    def _end_observation(self, transport: str, left: str = "") -> None:
         if self._observation is not None:
             if self._held_since_ns:
                 self.download_resumed()
             complete = self._body is not None and self._body.complete
             now = self._plane.clock.monotonic_ns()
-            self._observe(self._observation.ended, transport, left, complete, now, recorder_lost)
+            self._observe(self._observation.ended, transport, left, complete, now)
 
     # --- the request: from the client to the upstream
 
@@ -346,9 +346,9 @@ class Exchange:
         self._fail(error.status, str(error), "eof", left="disconnect")
 
     def cut(self) -> None:
-        """The sidecar stops before the request ended."""
+        """The sidecar stops before the request ended: its own deadline, as seen from here."""
         if not self.over:
-            self._end_observation("eof", recorder_lost=True)
+            self._end_observation("timeout")
             self._close(keep_upstream=False)
             self._client.abort()
 

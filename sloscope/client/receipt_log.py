@@ -76,13 +76,16 @@ class ReceiptLog:
         request_id: str,
         send_ns: int,
         *,
-        streaming: bool,
-        n_choices: int = 1,
+        streaming: bool | None,
+        n_choices: int | None = 1,
         intended_ns: int | None = None,
         resolved: Resolved | None = None,
         **fields: Any,
     ) -> RequestRecorder:
-        """Records the begin, which is on disk when this returns. `fields` are those of a `begin` record."""
+        """Records the begin, which is on disk when this returns. `fields` are those of a `begin` record.
+
+        `streaming` and `n_choices` None: the request could not be read.
+        """
         if self._pid != os.getpid():
             # A forked child: the file belongs to the parent, and so do the receipts that wait.
             self._due.clear()
@@ -101,7 +104,7 @@ class ReceiptLog:
                 intended_ns=intended_ns,
                 streaming=streaming,
                 n_choices=n_choices,
-                class_=resolved.class_name if resolved is not None else None,
+                class_=(resolved.class_name or None) if resolved is not None else None,
                 limits=limits.as_record() if resolved is not None else None,
                 own_limits=dict(resolved.own) if resolved is not None and resolved.own else None,
                 **fields,

@@ -295,7 +295,7 @@ class Replay:
         tally.output_tokens += recorder.output_tokens or 0
         summary = recorder.summary()
         row = self._contract.classes[planned.class_name]
-        verdict = judge(outcome, summary, row.limits, streamed=recorder.streaming, streaming=row.streaming)
+        verdict = judge(outcome, summary, row.limits, streamed=recorder.streaming is not False, streaming=row.streaming)
         tally.qualified += verdict.qualified
         tally.vacuous += verdict.vacuous
         if outcome == "completed" and summary.ttft_ns is not None and summary.first_ns is not None:

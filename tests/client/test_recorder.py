@@ -166,11 +166,15 @@ def test_an_error_in_a_200_body_is_in_band() -> None:
     assert recorder.end(2 * MS) == ("failed", "in_band_error")
 
 
-def test_a_body_in_an_unknown_encoding_is_a_bad_stream_and_not_an_empty_one() -> None:
+@pytest.mark.parametrize(("transport", "ended"), [("eof", ("completed", "")), ("reset", ("failed", "upstream_reset"))])
+def test_a_body_in_an_unknown_encoding_ends_as_http_says_and_its_tokens_are_unknown(
+    transport: str, ended: tuple[str, str]
+) -> None:
     recorder = ReceiptLog(None, FakeClock()).open(new_request_id(), 0, streaming=True)
     recorder.response(200, SSE | {"content-encoding": "br"})
     recorder.receive(1 * MS, b"\x0b\x02\x80")
-    assert recorder.end(2 * MS) == ("failed", "bad_stream")
+    assert recorder.end(2 * MS, transport) == ended
+    assert (recorder.output_tokens, recorder.token_source, recorder.summary().ttft_ns) == (None, None, None)
 
 
 def test_a_broken_gzip_body_is_a_bad_stream() -> None:

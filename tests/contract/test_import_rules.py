@@ -42,7 +42,19 @@ def test_a_process_loads_only_what_it_needs(module: str, heavy: set[str]) -> Non
 
 
 def test_the_core_loads_the_standard_library_alone() -> None:
-    core = ("definitions", "contract", "records", "catalogue", "sse", "journal", "clock", "errors", "units", "ids")
+    core = (
+        "definitions",
+        "contract",
+        "records",
+        "catalogue",
+        "sse",
+        "stream_record",
+        "journal",
+        "clock",
+        "errors",
+        "units",
+        "ids",
+    )
     loaded = loaded_by(", ".join(f"sloscope.{name}" for name in core))
     # What a bare interpreter has, site hooks of this installation included, is nobody's import.
     foreign = loaded - loaded_by("os") - set(sys.stdlib_module_names) - {"sloscope"}

@@ -218,7 +218,7 @@ def test_a_stream_that_outlasts_the_drain_time_is_cut_and_recorded(tmp_path: Pat
         assert time.monotonic() - asked_at < 5
         thread.join(10)
     (end,) = records(tmp_path / "events", "end")
-    assert (end["outcome"], end["reason"]) == ("unfinished", "recorder_lost")
+    assert (end["outcome"], end["reason"]) == ("failed", "timeout")
 
 
 def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:

@@ -106,11 +106,11 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
         time.sleep(0.2)
         return orjson.loads(data)
 
-    class Decoder(observation.StreamDecoder):
-        def __init__(self, loads: object) -> None:
-            super().__init__(slow_loads)
+    class SlowRecord(observation.StreamRecord):
+        def __init__(self, loads: object, max_body_bytes: int) -> None:
+            super().__init__(slow_loads, max_body_bytes)
 
-    monkeypatch.setattr(observation, "StreamDecoder", Decoder)
+    monkeypatch.setattr(observation, "StreamRecord", SlowRecord)
 
     async def test() -> None:
         async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
@@ -301,7 +301,7 @@ def test_a_compressed_stream_is_forwarded_untouched_and_understood(tmp_path: Pat
     run(test())
 
 
-@pytest.mark.parametrize(("coding", "problem"), [("br", "unknown_content_encoding"), ("gzip", "bad_compression")])
+@pytest.mark.parametrize(("coding", "problem"), [("br", "unknown_content_encoding"), ("deflate", "bad_compression")])
 def test_a_stream_that_cannot_be_decoded_is_judged_by_http_alone(tmp_path: Path, coding: str, problem: str) -> None:
     async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(STREAM_HEAD.replace(b"\r\n\r\n", f"\r\ncontent-encoding: {coding}\r\n\r\n".encode()))
@@ -313,6 +313,39 @@ def test_a_stream_that_cannot_be_decoded_is_judged_by_http_alone(tmp_path: Path,
             (end,) = await b.ends()
             assert end["outcome"] == "completed" and "token_source" not in end and "output_tokens" not in end
             assert b.total(PROBLEMS, problem=problem) == 1
+
+    run(test())
+
+
+def test_a_stream_that_claims_to_be_gzip_and_is_not_is_a_bad_stream(tmp_path: Path) -> None:
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n"))
+        writer.write(chunked(event() + finish() + DONE))
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            await b.ask()
+            assert await b.end() == ("failed", "bad_stream")
+            assert b.total(PROBLEMS, problem="bad_compression") == 1
+
+    run(test())
+
+
+def test_a_stream_that_the_drain_time_cuts_failed_by_the_deadline_of_a_sidecar_that_is_alive(tmp_path: Path) -> None:
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event()), event()))
+        await asyncio.sleep(60)
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:  # it drains for 200 ms when the block is left
+            client = await b.connect()
+            await client.send(request())
+            await client.reader.readuntil(b"\n\n")
+            b.clients.remove(client)  # it stays, and waits for more
+        await client.close()
+        (end,) = b.records("end")
+        assert (end["outcome"], end["reason"], end["output_tokens"]) == ("failed", "timeout", 1)
+        assert b.total("sloscope_sidecar_requests_total", outcome="failed", reason="timeout") == 1
 
     run(test())
 
