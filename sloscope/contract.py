@@ -152,13 +152,19 @@ def resolve(contract: Contract, headers: Mapping[str, str]) -> Resolved:
     """
     name = headers.get(CLASS_HEADER) or contract.default_class
     row = contract.classes.get(name)
-    own: dict[str, int] = {}
-    for header, limit in LIMIT_HEADERS.items():
-        if (text := headers.get(header)) is not None:
-            own[f"{limit}_ns"] = _milliseconds(text, header)
+    own = own_limits(headers)
     if row is None:
         return Resolved(UNKNOWN_CLASS, Limits().overridden(own), own, known=False)
     return Resolved(name, row.limits.overridden(own), own, known=True)
+
+
+def own_limits(headers: Mapping[str, str]) -> dict[str, int]:
+    """The limits that a request carries itself: field name → ns. Raises ContractError as `resolve` does."""
+    return {
+        f"{limit}_ns": _milliseconds(text, header)
+        for header, limit in LIMIT_HEADERS.items()
+        if (text := headers.get(header)) is not None
+    }
 
 
 def _milliseconds(text: str, where: str) -> int:

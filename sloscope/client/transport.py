@@ -33,6 +33,7 @@ from sloscope.client.recorder import RequestRecorder
 from sloscope.contract import Contract, Limits, Resolved
 from sloscope.errors import ContractError
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.stream_record import MAX_CHOICES
 
 ID_HEADER = "x-sloscope-request-id"
 RETRY_HEADER = "x-sloscope-retry-of"
@@ -109,7 +110,9 @@ class _Observer:
     def _begin(self, request: Any, send_ns: int) -> RequestRecorder:
         headers = request.headers
         content = _content(request)
-        body = _json_object(content)
+        # Whether a request that could not be read streams is unknown, not false.
+        read = content is not None
+        body = _json_object(content or b"")
         labels = dict(self._labels)
         count = _whole(headers.get(_RETRY_COUNT)) or 0
         if count:
@@ -123,8 +126,8 @@ class _Observer:
         return self.log.open(
             request_id,
             send_ns,
-            streaming=body.get("stream") is True,
-            n_choices=_positive(body.get("n")) or 1,
+            streaming=body.get("stream") is True if read else None,
+            n_choices=min(_positive(body.get("n")) or 1, MAX_CHOICES) if read else None,
             resolved=self._resolve(headers),
             model=body["model"][:256] if isinstance(body.get("model"), str) else None,
             tenant=_short(headers.get("x-slo-tenant") or self._tenant),
@@ -136,7 +139,7 @@ class _Observer:
             labels=labels or None,
         )
 
-    def _identity(self, request: Any, content: bytes, count: int) -> tuple[str, str | None]:
+    def _identity(self, request: Any, content: bytes | None, count: int) -> tuple[str, str | None]:
         """(request id, the request that this one retries)."""
         headers, url, body_hash = request.headers, str(request.url), hash(content)
         before, retry_of = _last_attempt.get(), headers.get(RETRY_HEADER)
@@ -153,15 +156,20 @@ class _Observer:
         return request_id, retry_of if retry_of is not None and is_request_id(retry_of) else None
 
     def _resolve(self, headers: Any) -> Resolved | None:
-        class_name = headers.get("x-slo-class", "")
-        if self._contract is None:
-            return Resolved(class_name[:256], Limits(), {}, known=True) if class_name else None
+        class_name = headers.get(contracts.CLASS_HEADER, "")
         try:
-            return contracts.resolve(self._contract, headers)
+            if self._contract is not None:
+                return contracts.resolve(self._contract, headers)
+            own = contracts.own_limits(headers)
         except ContractError:
             # A limit that does not parse must not stop the call; the server will say what it thinks of it.
             self.errors += 1
-            return contracts.resolve(self._contract, {"x-slo-class": class_name})
+            if self._contract is not None:
+                return contracts.resolve(self._contract, {contracts.CLASS_HEADER: class_name})
+            own = {}
+        if not class_name and not own:
+            return None
+        return Resolved(class_name[:256], Limits().overridden(own), own, known=True)
 
     def failed(self, recorder: RequestRecorder, error: BaseException) -> None:
         """The call, or a pull, raised."""
@@ -182,16 +190,10 @@ class _Observer:
         self.guard(self.log.close)
 
 
-class ReceiptTransport(httpx.BaseTransport):
-    """Records every POST to …/completions that passes through. Bodies pass unchanged; a request gets its id (and that
-    of the request it retries) as headers, and Accept-Encoding keeps only what can be read here (gzip, deflate).
+class _Recording:
+    """Half of a transport: what is the same in a sync and an async one."""
 
-    `events`: directory of the records; None with `on_end` alone. `contract`: a Contract, a TOML file, or None, when
-    requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().
-    `on_end` is called with the RequestRecorder of each request that ended, in the thread that ended it.
-
-    Raises JournalError or ContractError here, before anything is sent, and nothing of its own afterwards.
-    """
+    _default_inner: Callable[[], Any]
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ class ReceiptTransport(httpx.BaseTransport):
         on_end: Callable[[RequestRecorder], None] | None = None,
     ) -> None:
         self._observer = _Observer(events, contract, tenant, labels, on_end)
-        self._inner = inner if inner is not None else httpx.HTTPTransport()
+        self._inner = inner if inner is not None else self._default_inner()
 
     @property
     def observer_errors(self) -> int:
@@ -214,6 +216,20 @@ class ReceiptTransport(httpx.BaseTransport):
     @property
     def last_error(self) -> str:
         return self._observer.last_error or self._observer.log.last_error
+
+
+class ReceiptTransport(_Recording, httpx.BaseTransport):
+    """Records every POST to …/completions that passes through. Bodies pass unchanged; a request gets its id (and that
+    of the request it retries) as headers, and Accept-Encoding keeps only what can be read here (gzip, deflate).
+
+    `events`: directory of the records; None with `on_end` alone. `contract`: a Contract, a TOML file, or None, when
+    requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().
+    `on_end` is called with the RequestRecorder of each request that ended, in the thread that ended it.
+
+    Raises JournalError or ContractError here, before anything is sent, and nothing of its own afterwards.
+    """
+
+    _default_inner = httpx.HTTPTransport
 
     def handle_request(self, request: Any) -> Any:
         recorder = self._observer.begin(request)
@@ -234,30 +250,10 @@ class ReceiptTransport(httpx.BaseTransport):
             self._observer.close()
 
 
-class AsyncReceiptTransport(httpx.AsyncBaseTransport):
+class AsyncReceiptTransport(_Recording, httpx.AsyncBaseTransport):
     """ReceiptTransport for async clients; `inner` is by default httpx.AsyncHTTPTransport()."""
 
-    def __init__(
-        self,
-        events: str | Path | None = None,
-        contract: Contract | str | Path | None = None,
-        inner: Any = None,
-        *,
-        tenant: str | None = None,
-        labels: Mapping[str, str | int | float | bool] | None = None,
-        on_end: Callable[[RequestRecorder], None] | None = None,
-    ) -> None:
-        self._observer = _Observer(events, contract, tenant, labels, on_end)
-        self._inner = inner if inner is not None else httpx.AsyncHTTPTransport()
-
-    @property
-    def observer_errors(self) -> int:
-        """Errors of the observer, and records that could not be written."""
-        return self._observer.errors + self._observer.log.lost
-
-    @property
-    def last_error(self) -> str:
-        return self._observer.last_error or self._observer.log.last_error
+    _default_inner = httpx.AsyncHTTPTransport
 
     async def handle_async_request(self, request: Any) -> Any:
         recorder = self._observer.begin(request)
@@ -380,13 +376,13 @@ def _why(error: BaseException) -> tuple[str, str]:
     return "reset", ""
 
 
-def _content(request: Any) -> bytes:
+def _content(request: Any) -> bytes | None:
     try:
         content = request.content
     except Exception:
         # A body that is streamed up has not been read, and reading it is not ours to do.
-        return b""
-    return content if isinstance(content, bytes) else b""
+        return None
+    return content if isinstance(content, bytes) else None
 
 
 def _json_object(content: bytes) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import gc
 import gzip
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +430,47 @@ def test_an_unknown_class_or_a_bad_limit_never_stops_the_call(tmp_path: Path, re
     unknown, bad, own = recorded(tmp_path)["begin"]
     assert (unknown["class"], bad["class"]) == ("_unknown", "default")
     assert own["limits"]["ttft_ns"] == 250 * MS and own["own_limits"] == {"ttft_ns": 250 * MS}
+
+
+def test_without_a_contract_the_limits_of_the_request_itself_are_kept(tmp_path: Path, recorded: Recorded) -> None:
+    with SseServer(tokens(2)) as server:
+        transport = ReceiptTransport(tmp_path)
+        with sync_client(server, transport) as client:
+            for headers in (
+                {"x-slo-ttft-ms": "250"},
+                {"x-slo-class": "mine", "x-slo-itl-max-ms": "30"},
+                {"x-slo-class": "mine", "x-slo-ttft-ms": "soon"},
+                {},
+            ):
+                assert list(client.chat.completions.create(**CHAT, stream=True, extra_headers=headers))
+        assert transport.observer_errors == 1  # "soon" is counted
+    own, both, bad, none = recorded(tmp_path)["begin"]
+    assert "class" not in own and own["own_limits"] == {"ttft_ns": 250 * MS} and own["limits"]["ttft_ns"] == 250 * MS
+    assert both["class"] == "mine" and both["own_limits"] == {"itl_max_ns": 30 * MS}
+    assert bad["class"] == "mine" and "own_limits" not in bad
+    assert not {"class", "limits", "own_limits"} & none.keys()
+
+
+def test_whether_a_request_that_cannot_be_read_streams_is_unknown_and_its_events_are_receipts(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    body = orjson.dumps(CHAT | {"stream": True, "n": 2})
+
+    def upload() -> Iterator[bytes]:
+        yield body
+
+    with SseServer(tokens(2)) as server:
+        transport = ReceiptTransport(tmp_path, CONTRACT)
+        with httpx.Client(transport=transport) as client:
+            url, size = f"{server.url}/v1/chat/completions", {"content-length": str(len(body))}
+            assert client.post(url, content=upload(), headers=size).status_code == 200
+            client.post(url, content=body)
+        assert transport.observer_errors == 0, transport.last_error
+    records = recorded(tmp_path)
+    unread, read = records["begin"]
+    assert not {"streaming", "n_choices", "model"} & unread.keys()
+    assert (read["streaming"], read["n_choices"]) == (True, 2)
+    assert [len(batch["t_ns"]) for batch in records["chunks"]] == [2, 2]
 
 
 def test_a_journal_that_cannot_be_written_is_counted_and_the_answer_arrives(tmp_path: Path) -> None:
