@@ -5,8 +5,8 @@ import time
 import torch
 
 from reference_server.builtin import SIZES, make_builtin
-from reference_server.model_store import BUILTIN
 from reference_server.loader import make_runner
+from reference_server.model_store import BUILTIN
 from reference_server.sampler import sample
 from reference_server.step_types import SamplingParams, StepItem
 from reference_server.tokenizer import Tokenizer
