@@ -41,7 +41,7 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 	$(MAKE) test
 
 e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus and nginx)
-	$(BIN)/python -m pytest -q -m e2e tests/end_to_end
+	$(BIN)/python -m pytest -q -s -m e2e tests/end_to_end
 
 generate: $(STAMP)  ## Rebuild the committed dashboards, rules and reference pages
 	$(BIN)/sloscope dashboards build
