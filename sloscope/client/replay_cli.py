@@ -237,8 +237,8 @@ def _finish(tally: Tally, row: dict[str, Any], format: str, forced: bool) -> Non
     message("attainment here is a first look; `sloscope query goodput` computes it from the records")
     if tally.interrupted:
         raise typer.Exit(130)
-    if tally.ended and tally.outcomes["failed"] == tally.ended and not tally.unfinished:
-        message("every request failed")
+    if tally.ended and tally.outcomes["failed"] + tally.unfinished == tally.ended:
+        message("every request failed" if not tally.unfinished else "no request came to its end")
         if forced and tally.reasons["failed(http_error)"] == tally.ended:
             message("forced lengths send ignore_eos, which some servers refuse: --lengths capped does without")
         raise typer.Exit(1)

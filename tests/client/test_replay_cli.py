@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -81,6 +82,15 @@ def test_a_dead_upstream_is_one_line_and_exit_2_and_leaves_nothing_behind(tmp_pa
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"error: --url: {url}/v1 cannot be reached: ")
     assert not (tmp_path / "events").exists()
+
+
+def test_a_server_that_never_answers_is_exit_1(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await asyncio.sleep(30)
+
+    with SseServer(script) as server:
+        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--drain", "300ms")
+    assert done.returncode == 1 and "no request came to its end" in done.stderr
 
 
 def test_every_request_failed_is_exit_1(tmp_path: Path) -> None:
