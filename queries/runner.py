@@ -8,6 +8,8 @@ A question is a file `<topic>/<name>.sql` whose header (queries.header) is its i
 name in a fixed list, params are bound, and after opening DuckDB reaches no file outside the tables.
 """
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -339,7 +341,7 @@ class Session:
     def _answer(
         self, name: str, sql: str, values: Mapping[str, Any], max_rows: int | None, timeout_s: float | None
     ) -> Result:
-        with self._lock, self._time_limit(name, timeout_s):
+        with self._lock, self._time_limit(name, timeout_s), _ctrl_c_reaches(self._connection):
             try:
                 cursor = self._connection.execute(sql, values)
                 columns = [column[0] for column in cursor.description]
@@ -393,6 +395,41 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+@contextmanager
+def _ctrl_c_reaches(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
+    """Ctrl-C stops the query at once.
+
+    DuckDB's Python client looks for signals between tasks, and one task of a large join can take minutes. The signal's
+    wake-up byte is written in any case; a thread that waits for it interrupts the connection.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals are the main thread's
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    pressed = threading.Event()
+
+    def wait() -> None:
+        if os.read(reader, 1) == bytes([signal.SIGINT]):
+            pressed.set()
+            connection.interrupt()
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    try:
+        yield
+    except duckdb.InterruptException:
+        if pressed.is_set():
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)  # ends the waiter
+        waiter.join()
+        os.close(reader)
 
 
 def _compact(events: Path) -> None:

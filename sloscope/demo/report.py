@@ -110,8 +110,11 @@ def verdict(goodput: Rows, holds: Rows, injection: Injection) -> int:
         ],
         title="Injected against diagnosed",
     )
-    for problem in problems:
-        message(f"no: {problem}")
+    if problems:
+        for problem in problems:
+            message(f"no: {problem}")
+    else:
+        message("yes: both injected causes were diagnosed; other stalls above are this machine's own")
     return 1 if problems else 0
 
 

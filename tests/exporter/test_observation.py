@@ -89,7 +89,7 @@ def test_a_disk_that_does_not_answer_delays_a_request_by_five_milliseconds_and_i
             began = asyncio.get_running_loop().time()
             answer = await b.ask()
             took = asyncio.get_running_loop().time() - began
-            assert answer.status == 200 and 0.005 <= took < 0.45
+            assert answer.status == 200 and 0.0045 <= took < 0.45  # a timer may fire within its resolution
             assert b.total("sloscope_journal_late_begins_total") == 1
             assert await b.end() == ("completed", "")  # late, and not lost
 
