@@ -1,20 +1,8 @@
 """Prometheus and promtool come from the system (Debian: `apt-get install prometheus`)."""
 
-import os
-import shutil
 import subprocess
 
-import pytest
-
-
-def need(program: str) -> str:
-    """The program's path. Where nothing may be skipped, its absence is a failure."""
-    path = shutil.which(program)
-    if path is None:
-        if os.environ.get("SLOSCOPE_NO_SKIP"):
-            pytest.fail(f"{program} is not installed, and nothing may be skipped here")
-        pytest.skip(f"{program} is not installed")
-    return path
+from tests.end_to_end.support import need
 
 
 def promtool(*args: str) -> str:

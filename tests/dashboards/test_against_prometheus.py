@@ -19,7 +19,7 @@ from dashboards import build, rules
 from sloscope import catalogue
 from sloscope.contract import preset
 from sloscope.exposition import MetricStore
-from tests.dashboards.conftest import need
+from tests.end_to_end.support import need
 
 EXERCISE = preset("exercise")
 # Values of labels that expressions ask for by name; every other label gets "x".
