@@ -43,7 +43,7 @@ class Request:
     """What the scheduler knows of a request. It holds tokens, never text.
 
     `stop_after` ends the answer naturally (`stop`) at that many tokens, `max_tokens` cuts it (`length`). `computed`
-    counts the tokens whose KV the slot holds; the newest token of an answer is always one ahead of it.
+    counts the tokens whose KV the blocks hold; the newest token of an answer is always one ahead of it.
     """
 
     key: str
@@ -54,19 +54,43 @@ class Request:
     tenant: str = ""
     arrived_ns: int = 0  # first request byte at the server; carried for the engine's metrics, not read here
     fault: Fault | None = None
+    request_class: str = ""
+    lane: int = 0  # priority, 0 is the most urgent
+    streaming: bool = True
+    ttft_limit_ns: int | None = None
+    itl_max_limit_ns: int | None = None
     state: State | None = None
     slot: int = -1
+    blocks: list[int] = field(default_factory=list)  # its block table, kept by the pool
     computed: int = 0
+    reused: int = 0  # tokens taken over from the prefix cache at the latest admission
+    charged: int = 0  # positions charged as service; what is computed again is not charged again
+    delivered: int = 0  # output tokens that the reader took
     output: list[int] = field(default_factory=list)
     finish_reason: str = ""
     queue_noted: bool = False
-    # Stamps that the engine keeps beside the request.
+    preemptions: int = 0
     queued_ns: int = 0
-    started_ns: int = 0
+    started_ns: int = 0  # first entry into PREFILL
     last_token_ns: int = 0
+    paused_ns: int | None = None  # since when it is out of the batch
 
     def __post_init__(self) -> None:
         assert self.prompt and self.max_tokens >= 1, "a request runs at least one token and asks for one"
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def undelivered(self) -> int:
+        return len(self.output) - self.delivered
+
+    @property
+    def deadline_ns(self) -> int | None:
+        """When its first token is due."""
+        return None if self.ttft_limit_ns is None else self.arrived_ns + self.ttft_limit_ns
 
     @property
     def total_tokens(self) -> int:
