@@ -1,7 +1,7 @@
-"""What can be exchanged in the scheduler: who is next, who is let in, how much KV is promised, how long a prefill chunk is.
+"""What can be exchanged in the scheduler: who is next, who is let in, how much KV is promised, how long a chunk is.
 
-Pure. Each policy is one class behind one of these protocols; the scheduler keeps every other promise (states, KV, slots)
-whatever a policy says. Times are monotonic nanoseconds that the caller passes in.
+Pure. Each policy is one class behind one of these protocols; the scheduler keeps every other promise (states, KV,
+slots) whatever a policy says. Times are monotonic nanoseconds that the caller passes in.
 """
 
 from collections.abc import Iterator, Sequence
