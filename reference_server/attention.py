@@ -1,20 +1,16 @@
-"""KV in one preallocated row per slot, and attention over it.
+"""KV in paged tensors, and attention over them.
 
-A step's tokens come flat: first the decode tokens, in order of their slots, then each prefill in one piece.
+A step's tokens come flat: first the decode tokens, then each prefill in one piece.
 
     row        0 1 2 | 3 4 5 6 7 | 8 9
-    slot       0 1 4 | 2 2 2 2 2 | 3 3
+    sequence   a b c | d d d d d | e e
                decode  prefill     prefill
-
-Decodes of neighbouring slots are one attention call over a view of the cache (no copy); each prefill is a
-call of its own.
 """
 
 import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,9 +21,9 @@ from reference_server.model_config import ModelConfig
 
 
 class Span(NamedTuple):
-    """New tokens of one slot at positions position0 … position0 + tokens - 1."""
+    """New tokens of one sequence at positions position0 … position0 + tokens - 1."""
 
-    slot: int
+    blocks: Sequence[int]
     position0: int
     tokens: int
 
@@ -37,118 +33,100 @@ class Span(NamedTuple):
 
 
 @dataclass(slots=True)
-class DecodeRun:
-    """One query token for each of the slots slot0, slot0 + 1, …"""
+class Group:
+    """Sequences that attend together, padded to the longest: queries on the right, keys on the right."""
 
-    row0: int
-    slot0: int
-    count: int
-    length: int  # positions attended, the longest of the run
-    mask: Tensor | None  # [count, 1, 1, length], 0 or -inf; None where all have the same length
-
-
-@dataclass(slots=True)
-class PrefillRun:
-    row0: int
-    span: Span
-    mask: Tensor | None  # [tokens, end] bool; None from position 0, where plain causal masking is meant
+    rows: Tensor  # [n, queries], rows of the step; padding repeats row 0 of the sequence
+    tables: Tensor  # [n, blocks], block ids; padding names block 0
+    mask: Tensor  # [n, 1, queries, positions], True where a key is seen
+    kept: Tensor  # [tokens of the group], places in the flattened [n * queries]
+    kept_rows: Tensor  # [tokens of the group], their rows of the step
 
 
 @dataclass(slots=True)
 class AttentionPlan:
     """Index tensors of one step, made once and used by every layer."""
 
-    slots: Tensor  # [tokens]
     positions: Tensor  # [tokens]
-    decodes: list[DecodeRun]
-    prefills: list[PrefillRun]
+    blocks: Tensor  # [tokens], the block that a token's KV is written to
+    offsets: Tensor  # [tokens], the place in it
+    groups: list[Group]
 
 
-# A run is split where padding a neighbour to the longest would read more positions than a second call costs
-# (a call is about 15 µs, which is some 100 to 300 positions of a small model).
-PADDING_LIMIT = 256
+class PagedKV:
+    """Keys and values, per layer [kv_blocks, kv_heads, block_tokens, head_dim] each.
 
-
-class SlotKV:
-    """Keys and values, [layers, slots, kv_heads, max_context, head_dim] each.
-
-    The tensors are zero pages until written, so an unused slot costs no memory on a CPU. Stale values of a
-    freed slot stay where they are: they are finite, and the mask gives them weight 0.
+    The tensors are zero pages until written, so an unused block costs no memory on a CPU. Stale values of a block
+    that changed hands stay where they are: they are finite, and the mask gives them weight 0.
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, max_context: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, kv_blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        assert slots >= 1 and max_context >= 1
+        assert kv_blocks >= 1 and block_tokens >= 1
         self.config = config
-        self.slots = slots
-        self.max_context = max_context
+        self.kv_blocks = kv_blocks
+        self.block_tokens = block_tokens
         self.dtype = dtype
         self.device = device
-        shape = (config.layers, slots, config.kv_heads, max_context, config.head_dim)
+        shape = (config.layers, kv_blocks, config.kv_heads, block_tokens, config.head_dim)
         self._keys = _zero_pages(shape, dtype, device).unbind(0)
         self._values = _zero_pages(shape, dtype, device).unbind(0)
-        self._lengths = [0] * slots
 
-    def length(self, slot: int) -> int:
-        """Tokens whose keys and values the slot holds."""
-        return self._lengths[slot]
-
-    def free(self, slot: int) -> None:
-        self._lengths[slot] = 0
+    def check(self, spans: Sequence[Span], max_context: int) -> None:
+        """A step that does not fit the KV is our bug."""
+        written: set[int] = set()
+        for number, (blocks, position0, tokens) in enumerate(spans):
+            end = position0 + tokens
+            assert tokens >= 1, f"item {number}: a step without tokens"
+            assert position0 >= 0 and end <= max_context, f"item {number}: {end} tokens > {max_context}"
+            need = -(-end // self.block_tokens)
+            assert need <= len(blocks), f"item {number}: {end} tokens in {len(blocks)} blocks of {self.block_tokens}"
+            used = blocks[:need]
+            assert min(used) >= 0 and max(used) < self.kv_blocks, f"item {number}: a block beyond {self.kv_blocks}"
+            mine = set(used[position0 // self.block_tokens :])
+            assert not mine & written, f"item {number}: writes a block that another item writes"
+            written |= mine
 
     def plan(self, spans: Sequence[Span]) -> AttentionPlan:
-        """Check the step, make its index tensors, and count the new tokens as held."""
-        for span in spans:
-            assert 0 <= span.slot < self.slots, f"slot {span.slot} of {self.slots}"
-            assert span.tokens >= 1, f"slot {span.slot}: a step without tokens"
-            held = self._lengths[span.slot]
-            assert span.position0 == held, f"slot {span.slot} holds {held} tokens, not {span.position0}"
-            assert span.end <= self.max_context, f"slot {span.slot}: {span.end} tokens > {self.max_context}"
-            self._lengths[span.slot] = span.end  # a slot named twice fails the check above
-        slots = [span.slot for span in spans for _ in range(span.tokens)]
         positions = [p for span in spans for p in range(span.position0, span.end)]
-        decode_count = next((i for i, span in enumerate(spans) if span.tokens > 1), len(spans))
-        ordered = all(a.slot < b.slot for a, b in pairwise(spans[:decode_count]))
-        assert ordered, "decodes out of order would lose their neighbours"
+        blocks = [span.blocks[p // self.block_tokens] for span in spans for p in range(span.position0, span.end)]
+        position = torch.tensor(positions, dtype=torch.long)
         return AttentionPlan(
-            slots=torch.tensor(slots, device=self.device),
-            positions=torch.tensor(positions, device=self.device),
-            decodes=self._decode_runs(spans[:decode_count]),
-            prefills=self._prefill_runs(spans[decode_count:], decode_count),
+            positions=position.to(self.device),
+            blocks=torch.tensor(blocks, dtype=torch.long, device=self.device),
+            offsets=(position % self.block_tokens).to(self.device),
+            groups=self._groups(spans),
         )
 
-    def _decode_runs(self, spans: Sequence[Span]) -> list[DecodeRun]:
-        runs: list[DecodeRun] = []
-        start = 0
-        for i in range(1, len(spans) + 1):
-            if i < len(spans) and spans[i].slot == spans[i - 1].slot + 1:
-                lengths = [span.end for span in spans[start : i + 1]]
-                if max(lengths) * len(lengths) - sum(lengths) <= PADDING_LIMIT * len(lengths):
-                    continue
-            lengths = [span.end for span in spans[start:i]]
-            longest = max(lengths)
-            runs.append(DecodeRun(start, spans[start].slot, i - start, longest, self._padding_mask(lengths, longest)))
-            start = i
-        return runs
-
-    def _padding_mask(self, lengths: list[int], longest: int) -> Tensor | None:
-        if min(lengths) == longest:
-            return None
-        beyond = torch.arange(longest) >= torch.tensor(lengths).unsqueeze(1)  # [count, longest]
-        mask = torch.zeros(beyond.shape, dtype=self.dtype).masked_fill_(beyond, float("-inf"))
-        return mask[:, None, None, :].to(self.device)
-
-    def _prefill_runs(self, spans: Sequence[Span], row0: int) -> list[PrefillRun]:
-        runs = []
-        for span in spans:
-            mask = None
-            if span.position0 > 0:
-                seen_until = torch.arange(span.position0, span.end, device=self.device).unsqueeze(1)
-                mask = torch.arange(span.end, device=self.device) <= seen_until
-            runs.append(PrefillRun(row0, span, mask))
-            row0 += span.tokens
-        return runs
+    def _groups(self, spans: Sequence[Span]) -> list[Group]:
+        groups = []
+        row0 = 0
+        decodes = next((i for i, span in enumerate(spans) if span.tokens > 1), len(spans))
+        for members in ([spans[:decodes]] if decodes else []) + [[span] for span in spans[decodes:]]:
+            queries = max(span.tokens for span in members)
+            width = max(-(-span.end // self.block_tokens) for span in members)
+            rows, kept, kept_rows, tables, seen = [], [], [], [], []
+            for i, span in enumerate(members):
+                rows.append([row0 + min(j, span.tokens - 1) for j in range(queries)])
+                kept += range(i * queries, i * queries + span.tokens)
+                kept_rows += range(row0, row0 + span.tokens)
+                used = list(span.blocks[: -(-span.end // self.block_tokens)])
+                tables.append(used + [used[0]] * (width - len(used)))
+                seen.append([span.position0 + min(j, span.tokens - 1) for j in range(queries)])
+                row0 += span.tokens
+            mask = torch.arange(width * self.block_tokens) <= torch.tensor(seen).unsqueeze(-1)
+            at = {"dtype": torch.long, "device": self.device}
+            groups.append(
+                Group(
+                    torch.tensor(rows, **at),
+                    torch.tensor(tables, **at),
+                    mask.unsqueeze(1).to(self.device),
+                    torch.tensor(kept, **at),
+                    torch.tensor(kept_rows, **at),
+                )
+            )
+        return groups
 
     def attend(self, plan: AttentionPlan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store k and v [tokens, kv_heads, head_dim], then attend with q [tokens, heads, head_dim].
@@ -156,37 +134,29 @@ class SlotKV:
         Returns [tokens, heads * head_dim].
         """
         keys, values = self._keys[layer], self._values[layer]
-        keys[plan.slots, :, plan.positions] = k
-        values[plan.slots, :, plan.positions] = v
+        keys[plan.blocks, :, plan.offsets] = k
+        values[plan.blocks, :, plan.offsets] = v
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for run in plan.decodes:
-            rows, slots = slice(run.row0, run.row0 + run.count), slice(run.slot0, run.slot0 + run.count)
-            # Query heads that share a KV head stand where query positions usually do: KV is read once for all.
-            grouped = q[rows].view(run.count, self.config.kv_heads, -1, self.config.head_dim)
+        for group in plan.groups:
             attended = F.scaled_dot_product_attention(
-                grouped, keys[slots, :, : run.length], values[slots, :, : run.length], attn_mask=run.mask
-            )
-            out[rows] = attended.reshape(run.count, self.config.heads, self.config.head_dim)
-        for prefill in plan.prefills:
-            slot, end = prefill.span.slot, prefill.span.end
-            rows = slice(prefill.row0, prefill.row0 + prefill.span.tokens)
-            attended = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1).unsqueeze(0),  # [1, heads, tokens, head_dim]
-                keys[slot, :, :end].unsqueeze(0),
-                values[slot, :, :end].unsqueeze(0),
-                attn_mask=prefill.mask,
-                is_causal=prefill.mask is None,
+                q[group.rows].transpose(1, 2),  # [n, heads, queries, head_dim]
+                self._gather(keys, group.tables),
+                self._gather(values, group.tables),
+                attn_mask=group.mask,
                 enable_gqa=True,
             )
-            out[rows] = attended.squeeze(0).transpose(0, 1)
+            out[group.kept_rows] = attended.transpose(1, 2).flatten(0, 1)[group.kept]
         return out.view(out.shape[0], -1)
+
+    def _gather(self, pool: Tensor, tables: Tensor) -> Tensor:  # -> [n, kv_heads, positions, head_dim]
+        return pool[tables].transpose(1, 2).flatten(2, 3)
 
 
 def _zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU mapped and not touched: writing every page would take seconds and all the memory.
 
     In small pages, which numpy's zeros are not: a sequence touches a little in every layer, and with pages of 2 MiB the
-    first token of a slot waited most of a second for the kernel to clear them.
+    first token of a block waited most of a second for the kernel to clear them.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

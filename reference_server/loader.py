@@ -18,7 +18,8 @@ def load_checkpoint(source: ModelSource, dtype: torch.dtype = torch.float32) -> 
 
 def make_runner(
     checkpoint: Checkpoint,
-    slots: int,
+    kv_blocks: int,
+    block_tokens: int = 16,
     max_context: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",
@@ -32,4 +33,4 @@ def make_runner(
     with torch.inference_mode():
         model = Llama(checkpoint.config, checkpoint.state, DTYPES[dtype], torch.device(device))
         checkpoint.state.clear()
-        return Runner(model, slots, max_context, checkpoint.output_mask)
+        return Runner(model, kv_blocks, block_tokens, max_context, checkpoint.output_mask)

@@ -27,7 +27,7 @@ class Projection:
 
     def __init__(self, weight: Tensor) -> None:  # [out, in]
         self.out_features, self.in_features = weight.shape
-        self.packed = weight.device.type == "cpu" and _can_pack()
+        self.packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
@@ -36,8 +36,11 @@ class Projection:
         return F.linear(x, self.weight)
 
 
-def _can_pack() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    # oneDNN knows bfloat16 only where the CPU does.
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @dataclass(slots=True)

@@ -6,37 +6,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reference_server.attention import SlotKV, Span
+from reference_server.attention import PagedKV, Span
 from reference_server.model import Llama
 from reference_server.sampler import sample
 from reference_server.step_types import StepItem, StepResult
 
 
 class Runner:
-    """Owns the model and its KV. Not thread-safe: one iteration at a time.
+    """Owns the model and the paged KV. Not thread-safe: one iteration at a time.
 
-    A sequence lives in a slot, 0 … slots - 1, which the caller assigns. Its tokens are run in order, in as
-    many steps as the caller likes; `free` gives the slot back. `output_mask` is added to all logits (see
+    Nothing is kept about a sequence: every item brings its block table. Its tokens are run in order, in as many steps
+    as the caller likes. `max_context` bounds what one sequence may hold. `output_mask` is added to all logits (see
     sampler).
     """
 
     def __init__(
-        self, model: Llama, slots: int, max_context: int | None = None, output_mask: Tensor | None = None
+        self,
+        model: Llama,
+        kv_blocks: int,
+        block_tokens: int = 16,
+        max_context: int | None = None,
+        output_mask: Tensor | None = None,
     ) -> None:
         self.model = model
         self.config = model.config
-        self.slots = slots
         self.max_context = min(max_context or self.config.max_context, self.config.max_context)
-        self.kv = SlotKV(self.config, slots, self.max_context, model.dtype, model.device)
+        self.kv = PagedKV(self.config, kv_blocks, block_tokens, model.dtype, model.device)
         self._eos_ids = torch.tensor(self.config.eos_ids, dtype=torch.long, device=model.device)
         self._output_mask = None if output_mask is None else output_mask.to(model.device)
-
-    def free(self, slot: int) -> None:
-        self.kv.free(slot)
-
-    def held(self, slot: int) -> int:
-        """Tokens whose KV the slot holds."""
-        return self.kv.length(slot)
 
     def step(self, batch: Sequence[StepItem]) -> StepResult:
         start_ns = time.monotonic_ns()
@@ -61,9 +58,10 @@ class Runner:
     @torch.inference_mode()
     def forward(self, batch: Sequence[StepItem]) -> Tensor:
         """Run the batch; logits [n, vocab] of the items that sample, in the order of the batch."""
-        # Decodes first, by slot: attention takes neighbouring slots in one call.
-        order = sorted(range(len(batch)), key=lambda i: (len(batch[i].token_ids) > 1, batch[i].slot))
-        plan = self.kv.plan([Span(batch[i].slot, batch[i].position0, len(batch[i].token_ids)) for i in order])
+        spans = [Span(item.blocks, item.position0, len(item.token_ids)) for item in batch]
+        self.kv.check(spans, self.max_context)
+        order = sorted(range(len(batch)), key=lambda i: spans[i].tokens > 1)  # decodes first
+        plan = self.kv.plan([spans[i] for i in order])
         last_row: dict[int, int] = {}
         token_ids: list[int] = []
         for i in order:

@@ -29,11 +29,13 @@ GREEDY = SamplingParams()
 class StepItem:
     """New tokens of one sequence: a prompt, a prefill chunk, or the one token of a decode step.
 
-    `token_ids` take the positions position0, position0 + 1, …; the slot must hold exactly position0 tokens.
-    With `sample`, the token after the last of them is chosen.
+    A sequence is its block table: `blocks[i]` holds the KV of the positions i * block_tokens and on, and those before
+    position0 must have been computed. `token_ids` take the positions position0, position0 + 1, …; the blocks that
+    they fall into are written, all others are only read and may stand in the tables of several items. Blocks beyond
+    the last new token are ignored. With `sample`, the token after the last of them is chosen.
     """
 
-    slot: int
+    blocks: Sequence[int]
     token_ids: Sequence[int]
     position0: int
     sample: bool

@@ -74,7 +74,7 @@ def model_path() -> Path:
 @pytest.fixture(scope="module")
 def tokenizer_and_runner(model_path: Path) -> tuple[Tokenizer, Runner]:
     checkpoint = load_checkpoint(ModelSource("smollm2", model_path))
-    return Tokenizer(checkpoint.tokenizer), make_runner(checkpoint, slots=20, max_context=256)
+    return Tokenizer(checkpoint.tokenizer), make_runner(checkpoint, kv_blocks=20 * 16, max_context=256)
 
 
 @pytest.fixture(scope="module")
@@ -107,19 +107,20 @@ def _ask(oracle: Any, prompt: list[int]) -> Answer:
 
 def _generate(runner: Runner, prompts: Sequence[list[int]]) -> list[list[int]]:
     """Greedy, all prompts side by side, prefilled two at a time so that prefill and decode share iterations."""
-    new = {slot: prompt for slot, prompt in enumerate(prompts)}
+    new = dict(enumerate(prompts))
+    held = [0] * len(prompts)
     tokens: list[list[int]] = [[] for _ in prompts]
     started = 0
     while min(len(t) for t in tokens) < NEW_TOKENS:
         started = min(started + 2, len(prompts))
-        open_slots = [slot for slot in range(started) if len(tokens[slot]) < NEW_TOKENS]
-        result = runner.step([StepItem(slot, new[slot], runner.held(slot), True) for slot in open_slots])
-        for slot, token in zip(open_slots, result.token_ids, strict=True):
+        running = [i for i in range(started) if len(tokens[i]) < NEW_TOKENS]
+        # Interleaved: block j of sequence i is j * prompts + i.
+        batch = [StepItem(range(i, 20 * 16, len(prompts)), new[i], held[i], True) for i in running]
+        for i, token in zip(running, runner.step(batch).token_ids, strict=True):
             assert token is not None
-            tokens[slot].append(token)
-            new[slot] = [token]
-    for slot in new:
-        runner.free(slot)
+            held[i] += len(new[i])
+            tokens[i].append(token)
+            new[i] = [token]
     return tokens
 
 

@@ -21,19 +21,19 @@ def test_the_same_seed_gives_the_same_model() -> None:
 
 def test_every_sampled_token_is_visible_text_and_none_ends_the_answer() -> None:
     checkpoint = make_builtin()
-    runner = make_runner(checkpoint, slots=4, max_context=256)
+    runner = make_runner(checkpoint, kv_blocks=64, max_context=256)
     tokenizer = Tokenizer(checkpoint.tokenizer)
     prompt = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "Grüße, 世界 \U0001f600\n1 2"}]))
     params = [SamplingParams(temperature=t, seed=t, mask_eos=checkpoint.mask_eos) for t in (0, 1, 3, 40)]
     new: list[list[int]] = [prompt] * 4
     for step in range(100):
         position = 0 if step == 0 else len(prompt) + step - 1
-        batch = [StepItem(slot, new[slot], position, True, params[slot]) for slot in range(4)]
-        for slot, token in enumerate(runner.step(batch).token_ids):
+        batch = [StepItem(range(i * 16, i * 16 + 16), new[i], position, True, params[i]) for i in range(4)]
+        for i, token in enumerate(runner.step(batch).token_ids):
             assert token is not None
             text = tokenizer.decode([token])
             assert text.strip() and text.isascii() and text.isprintable()
-            new[slot] = [token]
+            new[i] = [token]
 
 
 def test_the_end_token_can_be_sampled_by_a_request_that_asks_for_it() -> None:
@@ -50,11 +50,11 @@ def test_the_end_token_can_be_sampled_by_a_request_that_asks_for_it() -> None:
 
 def test_a_greedy_answer_does_not_run_in_a_short_circle() -> None:
     checkpoint = make_builtin()
-    runner = make_runner(checkpoint, slots=1, max_context=512)
+    runner = make_runner(checkpoint, kv_blocks=32, max_context=512)
     tokens, new = [], Tokenizer(checkpoint.tokenizer).encode("Once upon a time")
     position = 0
     for _ in range(200):
-        (token,) = runner.step([StepItem(0, new, position, True, SamplingParams(mask_eos=True))]).token_ids
+        (token,) = runner.step([StepItem(range(32), new, position, True, SamplingParams(mask_eos=True))]).token_ids
         assert token is not None
         position, new = position + len(new), [token]
         tokens.append(token)
@@ -64,7 +64,7 @@ def test_a_greedy_answer_does_not_run_in_a_short_circle() -> None:
 def test_it_is_made_in_under_a_second() -> None:
     # A ceiling against an accident of a hundred times the work, not a benchmark: it takes about 30 ms.
     start = time.process_time()
-    make_runner(make_builtin(), slots=64)
+    make_runner(make_builtin(), kv_blocks=64 * 512)
     assert time.process_time() - start < 1.0
 
 

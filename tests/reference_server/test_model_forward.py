@@ -1,13 +1,11 @@
 """The forward pass against Hugging Face's Llama with the same weights, however the tokens are cut into steps."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from reference_server.attention import Span
 from reference_server.builtin import random_state
 from reference_server.model import Llama, Projection, tensor_shapes
 from reference_server.model_config import ModelConfig
@@ -68,8 +66,14 @@ def oracle_logits(config: ModelConfig, sequence: Sequence[int]) -> torch.Tensor:
         return oracle(torch.tensor([list(sequence)])).logits[0]
 
 
-def make_runner(config: ModelConfig, slots: int = 4) -> Runner:
-    return Runner(Llama(config, weights_of(config), torch.float32, torch.device("cpu")), slots)
+BLOCK_TOKENS = 4
+# In a pool of 64, far apart and out of order.
+TABLES = ([3, 2, 1, 0], list(range(40, 24, -1)), [60, 5, 61, 6, 62, 7], [10, 20, 11, 21, 12, 22, 13, 23, 14])
+
+
+def make_runner(config: ModelConfig) -> Runner:
+    model = Llama(config, weights_of(config), torch.float32, torch.device("cpu"))
+    return Runner(model, kv_blocks=64, block_tokens=BLOCK_TOKENS)
 
 
 def sequence_of(length: int, seed: int) -> list[int]:
@@ -80,7 +84,7 @@ def sequence_of(length: int, seed: int) -> list[int]:
 def test_prefill_in_one_piece_gives_the_oracles_logits(tie_embeddings: bool) -> None:
     config = tiny_config(tie_embeddings)
     sequence = sequence_of(23, seed=1)
-    logits = make_runner(config).forward([StepItem(0, sequence, 0, sample=True)])
+    logits = make_runner(config).forward([StepItem(TABLES[1], sequence, 0, sample=True)])
     torch.testing.assert_close(logits[0], oracle_logits(config, sequence)[-1], atol=TOLERANCE, rtol=0)
 
 
@@ -92,78 +96,69 @@ def test_prefill_chunks_and_decode_steps_give_the_logits_of_the_whole() -> None:
     position = 0
     for length in (1, 7, 5, 1, 1, 4, 1):  # 20 tokens
         chunk = sequence[position : position + length]
-        logits = runner.forward([StepItem(2, chunk, position, sample=True)])
+        logits = runner.forward([StepItem(TABLES[2], chunk, position, sample=True)])
         position += length
         torch.testing.assert_close(logits[0], expected[position - 1], atol=TOLERANCE, rtol=0)
-    assert runner.held(2) == 20
+    assert position == 20
 
 
 def test_a_mixed_batch_gives_each_sequence_its_own_logits_in_batch_order() -> None:
     config = tiny_config()
-    sequences = {slot: sequence_of(length, seed=slot) for slot, length in {0: 9, 1: 30, 2: 12, 3: 17}.items()}
-    expected = {slot: oracle_logits(config, sequence) for slot, sequence in sequences.items()}
+    sequences = [sequence_of(length, seed=i) for i, length in enumerate((9, 30, 12, 17))]
+    expected = [oracle_logits(config, sequence) for sequence in sequences]
     runner = make_runner(config)
-    # Slots 0, 1 and 3 are ready to decode, with different lengths; slot 2 is in the middle of its prompt.
-    before = {0: 8, 1: 29, 3: 16, 2: 5}
-    runner.forward([StepItem(slot, sequences[slot][:n], 0, sample=False) for slot, n in before.items()])
-    batch = [
-        StepItem(3, sequences[3][16:17], 16, sample=True),
-        StepItem(2, sequences[2][5:12], 5, sample=True),
-        StepItem(0, sequences[0][8:9], 8, sample=True),
-        StepItem(1, sequences[1][29:30], 29, sample=True),
-    ]
-    logits = runner.forward(batch)
-    for row, item in enumerate(batch):
-        torch.testing.assert_close(logits[row], expected[item.slot][-1], atol=TOLERANCE, rtol=0)
+    # 0, 1 and 3 are ready to decode, with different lengths; 2 is in the middle of its prompt.
+    before = (8, 29, 5, 16)
+    runner.forward([StepItem(TABLES[i], sequences[i][:n], 0, sample=False) for i, n in enumerate(before)])
+    order = (3, 2, 0, 1)
+    logits = runner.forward([StepItem(TABLES[i], sequences[i][before[i] :], before[i], sample=True) for i in order])
+    for row, i in enumerate(order):
+        torch.testing.assert_close(logits[row], expected[i][-1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_shared_prefix_is_read_by_several_sequences() -> None:
+    config = tiny_config()
+    runner = make_runner(config)
+    prefix = sequence_of(8, seed=7)  # two blocks
+    runner.forward([StepItem([9, 4], prefix, 0, sample=False)])
+    tails = [sequence_of(length, seed=10 + i) for i, length in enumerate((1, 1, 3, 6))]
+    tables = [[9, 4, 1], [9, 4, 2], [9, 4, 3], [9, 4, 7, 5]]
+    logits = runner.forward([StepItem(t, tail, 8, sample=True) for t, tail in zip(tables, tails, strict=True)])
+    for row, tail in enumerate(tails):
+        torch.testing.assert_close(logits[row], oracle_logits(config, prefix + tail)[-1], atol=TOLERANCE, rtol=0)
 
 
 def test_only_items_that_sample_get_a_token() -> None:
     config = tiny_config()
     runner = make_runner(config)
     first, second = sequence_of(6, seed=3), sequence_of(4, seed=4)
-    result = runner.step([StepItem(1, first, 0, sample=False), StepItem(0, second, 0, sample=True)])
+    result = runner.step([StepItem(TABLES[1], first, 0, sample=False), StepItem(TABLES[0], second, 0, sample=True)])
     assert result.token_ids == [None, int(oracle_logits(config, second)[-1].argmax())]
     assert result.end_ns > result.start_ns > 0 and result.device_ns is None
-    nothing_sampled = runner.step([StepItem(2, first, 0, sample=False)])
+    nothing_sampled = runner.step([StepItem(TABLES[2], first, 0, sample=False)])
     assert nothing_sampled.token_ids == [None]
     assert runner.step([]).token_ids == []
 
 
-def test_a_freed_slot_serves_the_next_sequence_as_if_it_were_new() -> None:
+def test_a_block_that_changed_hands_serves_the_next_sequence_as_if_it_were_new() -> None:
     config = tiny_config()
     runner = make_runner(config)
-    runner.step([StepItem(0, sequence_of(40, seed=5), 0, sample=True)])
-    runner.free(0)
-    assert runner.held(0) == 0
+    runner.step([StepItem(range(10), sequence_of(40, seed=5), 0, sample=True)])
     sequence = sequence_of(11, seed=6)
-    logits = runner.forward([StepItem(0, sequence, 0, sample=True)])
+    runner.forward([StepItem([7, 3, 5], sequence[:10], 0, sample=True)])
+    logits = runner.forward([StepItem([7, 3, 5], sequence[10:], 10, sample=True)])
     torch.testing.assert_close(logits[0], oracle_logits(config, sequence)[-1], atol=TOLERANCE, rtol=0)
-
-
-def test_neighbouring_slots_decode_in_one_call_and_a_long_one_apart() -> None:
-    config = replace(tiny_config(), max_context=1024)
-    runner = make_runner(config, slots=8)
-    held = {0: 9, 1: 30, 2: 900, 4: 5, 5: 5}
-    runner.step([StepItem(slot, [1] * length, 0, False) for slot, length in held.items()])
-    plan = runner.kv.plan([Span(slot, length, 1) for slot, length in held.items()])
-    # 0 and 1 are padded to 31 positions. With 2, two of three would be padded to 901: (901 - 10) + (901 - 31) = 1761
-    # positions for nothing, more than 3 * 256. Slot 3 is not in the step, so 4 cannot be a neighbour of 2.
-    assert [(run.row0, run.slot0, run.count, run.length) for run in plan.decodes] == [
-        (0, 0, 2, 31),
-        (2, 2, 1, 901),
-        (3, 4, 2, 6),
-    ]
-    assert [run.mask is None for run in plan.decodes] == [False, True, True]
 
 
 @pytest.mark.parametrize(
     ("batch", "complaint"),
     [
-        ([StepItem(4, [1], 0, True)], "slot 4 of 4"),
-        ([StepItem(0, [1], 1, True)], "holds 0 tokens, not 1"),
-        ([StepItem(0, [], 0, True)], "without tokens"),
-        ([StepItem(0, [1] * 65, 0, True)], "65 tokens > 64"),
-        ([StepItem(0, [1], 0, True), StepItem(0, [2], 0, True)], "holds 1 tokens, not 0"),
+        ([StepItem([64], [1], 0, True)], "item 0: a block beyond 64"),
+        ([StepItem([1], [1] * 5, 0, True)], "item 0: 5 tokens in 1 blocks of 4"),
+        ([StepItem([], [1], 0, True)], "item 0: 1 tokens in 0 blocks of 4"),
+        ([StepItem([0], [], 0, True)], "item 0: a step without tokens"),
+        ([StepItem(range(20), [1] * 65, 0, True)], "item 0: 65 tokens > 64"),
+        ([StepItem([0], [1], 0, True), StepItem([3, 0], [2], 4, True)], "item 1: writes a block that another"),
     ],
 )
 def test_a_step_that_does_not_fit_the_kv_is_our_bug_and_named(batch: list[StepItem], complaint: str) -> None:
@@ -175,7 +170,7 @@ def test_bfloat16_stays_near_float32() -> None:
     config = tiny_config()
     sequence = sequence_of(23, seed=1)
     model = Llama(config, weights_of(config), torch.bfloat16, torch.device("cpu"))
-    logits = Runner(model, slots=1).forward([StepItem(0, sequence, 0, sample=True)])
+    logits = Runner(model, kv_blocks=2).forward([StepItem([1, 0], sequence, 0, sample=True)])
     assert logits.dtype == torch.float32
     # bfloat16 keeps 8 bits: 3 layers of rounding at 2**-8 of values around 3.
     torch.testing.assert_close(logits[0], oracle_logits(config, sequence)[-1], atol=0.3, rtol=0)
