@@ -8,37 +8,26 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from reference_server.cost_model import OnlineFit, shape_of
 from reference_server.faults import parse_fault
+from reference_server.ledger import Ledger
 from reference_server.link import EngineLink, Message
-from reference_server.model_config import ModelConfig
-from reference_server.request import ENDED, Request, State
-from reference_server.scheduler import Emitted, Scheduler, StepPlan
+from reference_server.remaining_file import LengthFile
+from reference_server.request import Request, State
+from reference_server.scheduler import Emitted, Refusal, Scheduler, StepPlan, refusal_of
 from reference_server.step_types import SamplingParams, StepItem, StepResult
-from reference_server.work import step_work
-from sloscope import records
 from sloscope.clock import Clock
-from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.output import message
 from sloscope.units import NS_PER_S, format_ns
 
 DRAIN_EVERY_NS = NS_PER_S
 IDLE_WAIT_S = 1.0
-# What a tenant is charged: an output token costs about two prompt tokens of time in a mixed batch.
-PROMPT_UNIT, OUTPUT_UNIT = 1, 2
-LIVE_STATES = tuple(state for state in State if state not in ENDED)
-ADMISSIONS = (
-    ("admit", "fits"),
-    ("queue", "no_slot"),
-    ("queue", "no_kv"),
-    ("refuse", "context"),
-    ("refuse", "kv_never_fits"),
-    ("refuse", "queue_full"),
-)
+HELD_WAIT_S = 0.01  # all who are here wait, for readers or for room
 
 
 class StepRunner(Protocol):
     def step(self, batch: Sequence[StepItem]) -> StepResult: ...
-    def free(self, slot: int) -> None: ...
 
 
 class Engine:
@@ -49,34 +38,38 @@ class Engine:
         runner: StepRunner,
         scheduler: Scheduler,
         link: EngineLink,
-        metrics: MetricStore,
+        ledger: Ledger,
         journal: JournalWriter | None,
         clock: Clock,
-        config: ModelConfig,
-        dtype_bytes: int = 4,
+        cost: OnlineFit | None = None,
+        lengths: LengthFile | None = None,
+        lanes: Sequence[str] = (),
     ) -> None:
         self._runner = runner
         self.scheduler = scheduler
         self._link = link
-        self._metrics = metrics
+        self._ledger = ledger
         self._journal = journal
         self._clock = clock
-        self._config = config
-        self._dtype_bytes = dtype_bytes
+        self._cost = cost or OnlineFit()
+        self._lengths = lengths
+        self._lanes = {name: lane for lane, name in enumerate(lanes)}
         self._step_id = 0
         self._stall_next_ns = 0
         self._drained_ns = 0
-        self._init_metrics()
+        self._ran = False
 
     def run(self) -> None:
         while True:
-            self.turn(0 if self.scheduler.has_work else IDLE_WAIT_S)
+            if not self.scheduler.has_work:
+                self.turn(IDLE_WAIT_S)
+            else:
+                self.turn(0 if self._ran else HELD_WAIT_S)
 
     def turn(self, wait_s: float = 0) -> None:
         """One boundary, and the iteration after it if there is work."""
         self._drain_inbox(self._link.receive(wait_s))
-        if self.scheduler.has_work:
-            self._iterate()
+        self._ran = self.scheduler.has_work and self._iterate()
         if self._journal is not None:
             self._journal.flush()
         if self._clock.monotonic_ns() - self._drained_ns >= DRAIN_EVERY_NS:
@@ -89,13 +82,17 @@ class Engine:
         for message in messages:
             match message["op"]:
                 case "new":
-                    if self._submit(message):
+                    if self._submit(message) and not self.scheduler.policies.admission.late_refusals:
                         accepted.append(message["key"])
                 case "abort":
                     self._abort(message["key"], message["reason"])
                 case "finish":
                     self.scheduler.finish(message["key"], "stop")
                     self._settle(self._clock.monotonic_ns())
+                case "delivered":
+                    now_ns = self._clock.monotonic_ns()
+                    for key, tokens in message["rows"]:
+                        self.scheduler.delivered(key, tokens, now_ns)
                 case "stall":
                     self._stall_next_ns += message["ns"]
                 case "drain":
@@ -118,13 +115,22 @@ class Engine:
             tenant=message["tenant"],
             arrived_ns=message["arrived_ns"],
             fault=parse_fault(fault) if fault else None,
-            queued_ns=self._clock.monotonic_ns(),
+            request_class=message["request_class"],
+            # A class that no lane names comes after all that are named.
+            lane=self._lanes.get(message["request_class"], len(self._lanes)),
+            streaming=message["streaming"],
+            ttft_limit_ns=message["ttft_limit_ns"],
+            itl_max_limit_ns=message["itl_max_limit_ns"],
         )
-        refusal = self.scheduler.submit(request)
-        self._settle(request.queued_ns)
+        now_ns = self._clock.monotonic_ns()
+        refusal = self.scheduler.submit(request, now_ns)
+        self._settle(now_ns)
         if refusal is not None:
-            self._link.send({"op": "refused", "key": request.key, **refusal._asdict()})
+            self._refuse(request.key, refusal)
         return refusal is None
+
+    def _refuse(self, key: str, refusal: Refusal) -> None:
+        self._link.send({"op": "refused", "key": key, **refusal._asdict()})
 
     def _abort(self, key: str, reason: str) -> None:
         """The request and its KV are gone when this returns. One that has ended already leaves no record here."""
@@ -132,26 +138,29 @@ class Engine:
         if self.scheduler.cancel(key, reason) is None:
             return
         self._settle(seen_ns)
-        freed_ns = self._clock.monotonic_ns()
-        self._metrics.observe("sloscope_engine_cancel_cleanup_seconds", freed_ns - seen_ns)
-        self._append("late", request_id=key, attempt=0, observer="engine", abort_seen_ns=seen_ns, kv_freed_ns=freed_ns)
+        self._ledger.cleaned_up(key, seen_ns, self._clock.monotonic_ns())
 
     # --- one iteration
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> bool:
+        """Whether something ran."""
         start_ns = self._clock.monotonic_ns()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(start_ns)
         self._settle(start_ns)
         if not plan.items:
-            return
+            return False
         self._step_id += 1
         fault = self._delay(plan)
         result = self._runner.step(plan.items)
-        emitted = self.scheduler.apply(plan, result.token_ids)
+        before_ns = [request.last_token_ns for request, item in zip(plan.requests, plan.items, strict=True) if item.sample]
+        emitted = self.scheduler.apply(plan, result.token_ids, result.end_ns)
         self._hand_over(emitted, result.end_ns)
         self._settle(result.end_ns)
         self._fail_on_request(emitted)
-        self._record_step(plan, emitted, start_ns, result, fault)
+        self._ledger.step(self._step_id, plan, emitted, start_ns, result, fault)
+        self._ledger.tokens(emitted, before_ns, result.end_ns)
+        self._learn(plan, result.end_ns - start_ns, fault)
+        return True
 
     def _delay(self, plan: StepPlan) -> str | None:
         """Faults that fall into this step: time passes here, for the whole batch."""
@@ -177,9 +186,9 @@ class Engine:
                 row += [request.queued_ns, request.started_ns]
             rows.append(row)
         if rows:
-            message: Message = {"op": "tokens", "step": self._step_id, "computed_ns": computed_ns, "rows": rows}
-            message["handed_ns"] = self._clock.monotonic_ns()
-            self._link.send(message)
+            frame: Message = {"op": "tokens", "step": self._step_id, "computed_ns": computed_ns, "rows": rows}
+            frame["handed_ns"] = self._clock.monotonic_ns()
+            self._link.send(frame)
 
     def _fail_on_request(self, emitted: Sequence[Emitted]) -> None:
         for request, _, finish, _ in emitted:
@@ -189,103 +198,32 @@ class Engine:
                 self.scheduler.cancel(request.key, "fault")
                 self._settle(self._clock.monotonic_ns())
 
+    def _learn(self, plan: StepPlan, duration_ns: int, fault: str | None) -> None:
+        """What a step takes, for who predicts. An injected stall says nothing of it."""
+        if fault is None:
+            self._cost.observe(shape_of(plan.items, plan.decodes), duration_ns)
+            self.scheduler.policies.admission.observe_step(plan, duration_ns)
+
     # --- records and metrics
 
     def _settle(self, at_ns: int) -> None:
-        """Free the slots of who ended, and record every transition and decision since the last call."""
-        for request, before, after, reason in self.scheduler.take_transitions():
-            if after in ENDED and request.slot >= 0:
-                self._runner.free(request.slot)
-            elif after is State.PREFILL and before is State.WAITING:
-                request.started_ns = at_ns
-                self._metrics.observe("sloscope_engine_queue_seconds", at_ns - request.queued_ns)
-            elif after is State.PREEMPTED:
-                self._metrics.inc("sloscope_engine_preemptions_total")
-            self._append(
-                "state",
-                request_id=request.key,
-                attempt=0,
-                at_ns=at_ns,
-                from_state=before,
-                to_state=after,
-                reason=reason,
-            )
-        for request, verdict, reason in self.scheduler.take_decisions():
-            self._metrics.inc("sloscope_engine_admissions_total", 1, (verdict, reason))
-            self._append("decision", request_id=request.key, attempt=0, at_ns=at_ns, verdict=verdict, reason=reason)
-
-    def _record_step(
-        self, plan: StepPlan, emitted: Sequence[Emitted], start_ns: int, result: StepResult, fault: str | None
-    ) -> None:
-        work = step_work(self._config, plan.items, self._dtype_bytes)
-        pool = self.scheduler.pool
-        self._append(
-            "step",
-            step_id=self._step_id,
-            start_ns=start_ns,
-            end_ns=result.end_ns,
-            device_ns=result.end_ns - result.start_ns if result.device_ns is None else result.device_ns,
-            prefill_tokens=plan.prefill_tokens,
-            decode_tokens=plan.decodes,
-            prefill_ids=[request.key for request in plan.prefill],
-            decode_ids=[request.key for request in plan.decode],
-            kv_blocks_resident=pool.resident,
-            kv_blocks_reserved=pool.reserved,
-            kv_blocks_free=pool.free,
-            modelled_flops=work.flops,
-            modelled_bytes=work.bytes,
-            fault=fault,
-        )
-        metrics = self._metrics
-        metrics.observe("sloscope_engine_step_seconds", result.end_ns - start_ns)
-        if plan.decodes == len(plan.items):
-            metrics.observe("sloscope_engine_decode_step_seconds", result.end_ns - start_ns)
-        metrics.inc("sloscope_engine_modelled_flops_total", work.flops)
-        metrics.inc("sloscope_engine_modelled_bytes_total", work.bytes)
-        metrics.inc("sloscope_engine_prompt_tokens_total", plan.prefill_tokens)
-        metrics.inc("sloscope_engine_output_tokens_total", len(emitted))
-        self._charge(plan)
-        intervals = []
-        for request, *_ in emitted:
-            if len(request.output) == 1:
-                metrics.observe("sloscope_engine_prefill_seconds", result.end_ns - request.started_ns)
-                metrics.observe("sloscope_engine_ttft_seconds", result.end_ns - request.arrived_ns)
-            else:
-                intervals.append(result.end_ns - request.last_token_ns)
-            request.last_token_ns = result.end_ns
-        metrics.observe_many("sloscope_engine_token_interval_seconds", intervals)
-
-    def _charge(self, plan: StepPlan) -> None:
-        for i, (request, item) in enumerate(zip(plan.requests, plan.items, strict=True)):
-            prompt = len(item.token_ids) if i >= plan.decodes else 0
-            units = PROMPT_UNIT * prompt + OUTPUT_UNIT * item.sample
-            label = (self._metrics.bounded("tenant", request.tenant),)
-            self._metrics.inc("sloscope_engine_service_units_total", units, label)
-
-    def _append(self, kind: str, **fields: Any) -> None:
-        if self._journal is not None:
-            self._journal.append(records.make(kind, **fields))
-
-    def _init_metrics(self) -> None:
-        """Every child from the start, so that a first increment is not lost to rate()."""
-        for state in LIVE_STATES:
-            self._metrics.init("sloscope_engine_requests", (state,))
-        for kind in ("resident", "reserved", "free"):
-            self._metrics.init("sloscope_engine_kv_blocks", (kind,))
-        for decision in ADMISSIONS:
-            self._metrics.init("sloscope_engine_admissions_total", decision)
-        self._metrics.init("sloscope_engine_service_units_total", (self._metrics.bounded("tenant", ""),))
+        """Records what changed since the last call, and tells the front end what it cannot know."""
+        for request, before, after, reason in self._ledger.settle(at_ns):
+            if after is State.CANCELLED and reason == "slow_reader":
+                self._link.send({"op": "cut", "key": request.key, "reason": reason})
+            elif before is State.WAITING and after is State.REJECTED:
+                self._refuse(request.key, refusal_of(reason, request.retry_after_s))
+            elif before is State.WAITING and after is State.PREFILL:
+                if self.scheduler.policies.admission.late_refusals:
+                    self._link.send({"op": "accepted", "keys": [request.key]})
 
     def _send_metrics(self) -> None:
         now_ns = self._clock.monotonic_ns()
-        metrics, pool = self._metrics, self.scheduler.pool
-        counts = self.scheduler.count_by_state()
-        for state in LIVE_STATES:
-            metrics.set("sloscope_engine_requests", counts[state], (state,))
-        oldest = self.scheduler.oldest_waiting()
-        age_ns = now_ns - oldest.queued_ns if oldest is not None else 0
-        metrics.set("sloscope_engine_oldest_waiting_seconds", age_ns / 1e9)
-        for kind, blocks in (("resident", pool.resident), ("reserved", pool.reserved), ("free", pool.free)):
-            metrics.set("sloscope_engine_kv_blocks", blocks, (kind,))
-        self._link.send({"op": "metrics", "payload": metrics.drain().decode()})
+        if self._lengths is not None and self._lengths.refresh(now_ns) and self._lengths.problem:
+            message(f"warning: {self._lengths.problem}")
+        self._ledger.gauges(now_ns, self._cost.error(), self._lengths_age_ns())
+        self._link.send({"op": "metrics", "payload": self._ledger.metrics.drain().decode()})
         self._drained_ns = now_ns
+
+    def _lengths_age_ns(self) -> int | None:
+        return None if self._lengths is None else self._clock.wall_ns() - self._lengths.written_at_ns

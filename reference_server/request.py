@@ -60,7 +60,6 @@ class Request:
     ttft_limit_ns: int | None = None
     itl_max_limit_ns: int | None = None
     state: State | None = None
-    slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table, kept by the pool
     computed: int = 0
     reused: int = 0  # tokens taken over from the prefix cache at the latest admission
@@ -68,12 +67,15 @@ class Request:
     delivered: int = 0  # output tokens that the reader took
     output: list[int] = field(default_factory=list)
     finish_reason: str = ""
+    retry_after_s: int = 1  # told with a late refusal
     queue_noted: bool = False
     preemptions: int = 0
+    rank: int = 0  # by first admission
     queued_ns: int = 0
     started_ns: int = 0  # first entry into PREFILL
     last_token_ns: int = 0
-    paused_ns: int | None = None  # since when it is out of the batch
+    paused_ns: int | None = None  # since when its reader holds it
+    taken_ns: int = 0  # when its reader last took something
 
     def __post_init__(self) -> None:
         assert self.prompt and self.max_tokens >= 1, "a request runs at least one token and asks for one"
@@ -82,6 +84,10 @@ class Request:
     def tokens(self) -> int:
         """Prompt and output so far."""
         return len(self.prompt) + len(self.output)
+
+    def sequence(self) -> Sequence[int]:
+        """Prompt and output so far; what a preempted request runs again."""
+        return [*self.prompt, *self.output] if self.output else self.prompt
 
     @property
     def undelivered(self) -> int:

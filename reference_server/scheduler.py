@@ -1,22 +1,37 @@
 """Who runs in the next iteration. Pure: no torch, no clock, no socket, so that a simulator runs the same code.
 
-Between two iterations the engine tells what happened (`submit`, `cancel`, `finish`), then asks for a `plan`, runs it,
-and hands the tokens to `apply`. The batch is decided anew every time. Everything that changed is kept as `Transition`s
-and `Decision`s until taken, for the journal.
+Between two iterations the engine tells what happened (`submit`, `cancel`, `finish`, `delivered`), then asks for a
+`plan`, runs it, and hands the tokens to `apply`. The batch is decided anew every time. Everything that changed is kept as
+`Transition`s and `Decision`s until taken, for the journal.
 
-First come, first served: the oldest waiting request is next, and nobody overtakes it, so nobody starves. A request is
-admitted when a slot is free and the pool can promise all the KV it may come to need (prompt + max_tokens).
+What may be exchanged stands in `policies`: the order of the queue, admission, how much KV is promised, how long a prefill
+chunk may be. What may not is kept here: legal states, slots, KV that balances, one end for every request, and progress.
+Requests are ranked by their first admission; the pool takes KV back from the last of them, so the first always gets on.
 """
 
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
 from reference_server.kv_blocks import BlockPool
+from reference_server.orders import Fcfs
+from reference_server.policies import (
+    Admission,
+    AdmitAll,
+    Full,
+    Judgement,
+    PrefillBudget,
+    QueueOrder,
+    Reservation,
+    View,
+)
+from reference_server.prefill_budget import Static
 from reference_server.request import ENDED, Request, State
 from reference_server.step_types import StepItem
+
+_IN_BATCH = (State.PREFILL, State.DECODE)
 
 
 class Transition(NamedTuple):
@@ -28,8 +43,7 @@ class Transition(NamedTuple):
 
 class Decision(NamedTuple):
     request: Request
-    verdict: str  # admit, queue, refuse
-    reason: str
+    judgement: Judgement
 
 
 class Refusal(NamedTuple):
@@ -38,25 +52,45 @@ class Refusal(NamedTuple):
     reason: str
     message: str
     retry: bool
+    retry_after_s: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`prefill_tokens`: prompt tokens run in one iteration; a longer prompt is run in pieces. None: whole prompts."""
+    """`slots`: requests in one batch; a paused one needs none. `max_undelivered`: output tokens that the reader of a
+    stream may be behind before its sequence pauses; None: it never does. `slow_reader_ns`: how long a paused reader may
+    take nothing before it is cut off; None: for ever."""
 
     slots: int
     max_context: int
     max_waiting: int = 1024
-    prefill_tokens: int | None = None
+    max_undelivered: int | None = None
+    slow_reader_ns: int | None = None
+
+
+@dataclass(slots=True)
+class Policies:
+    order: QueueOrder = field(default_factory=Fcfs)
+    admission: Admission = field(default_factory=AdmitAll)
+    reservation: Reservation = field(default_factory=Full)
+    budget: PrefillBudget = field(default_factory=Static)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """The batch of one iteration: `items[i]` runs `requests[i]`. Decodes first."""
+    """The batch of one iteration: `items[i]` runs `requests[i]`. Decodes first.
+
+    `fresh[i]`: prompt tokens of the item that were never run before, which is what service is counted in. `token_budget`:
+    prompt tokens that this iteration was allowed. `reused`: prompt tokens whose KV was found at this boundary.
+    """
 
     requests: list[Request] = field(default_factory=list)
     items: list[StepItem] = field(default_factory=list)
     decodes: int = 0
+    fresh: list[int] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    token_budget: int | None = None
+    reused: int = 0
 
     @property
     def decode(self) -> list[Request]:
@@ -70,9 +104,10 @@ class StepPlan:
     def prefill_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items[self.decodes :])
 
-    def add(self, request: Request, token_ids: Sequence[int], sample: bool) -> None:
+    def add(self, request: Request, token_ids: Sequence[int], sample: bool, fresh: int = 0) -> None:
         self.requests.append(request)
-        self.items.append(StepItem(request.slot, token_ids, request.computed, sample, request.sampling))
+        self.items.append(StepItem(request.blocks, token_ids, request.computed, sample, request.sampling))
+        self.fresh.append(fresh)
 
 
 class Emitted(NamedTuple):
@@ -85,44 +120,71 @@ class Emitted(NamedTuple):
 
 
 class Scheduler:
-    def __init__(self, limits: Limits, pool: BlockPool, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self, limits: Limits, pool: BlockPool, eos_ids: Sequence[int] = (), policies: Policies | None = None
+    ) -> None:
         self.limits = limits
         self.pool = pool
+        self.policies = policies or Policies()
+        self._order = self.policies.order
         self._eos = frozenset(eos_ids)
         self._requests: dict[str, Request] = {}  # alive, by key
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []  # in order of admission
-        self._free_slots = list(range(limits.slots - 1, -1, -1))  # the lowest is taken first: neighbours batch better
+        self._running: list[Request] = []  # PREFILL, DECODE, PAUSED by rank
+        self._newcomers: list[Request] = []  # since the last admission
+        self._parked: dict[str, Request] = {}  # PREEMPTED, and its reader is behind: it would pause at once
+        self._ranks = 0
         self._transitions: list[Transition] = []
         self._decisions: list[Decision] = []
 
     # --- between iterations
 
-    def submit(self, request: Request) -> Refusal | None:
+    def submit(self, request: Request, now_ns: int) -> Refusal | None:
         """Takes the request in, or says why not."""
         assert request.key not in self._requests, f"request {request.key} is here already"
-        refusal = self._refusal(request)
+        request.queued_ns = now_ns
+        refusal = self._never(request) or self._not_now(request, now_ns)
         if refusal is not None:
             self._move(request, State.REJECTED, refusal.reason)
-            self._decisions.append(Decision(request, "refuse", refusal.reason))
             return refusal
         self._requests[request.key] = request
-        self._waiting.append(request)
+        self._newcomers.append(request)
         self._move(request, State.WAITING, "arrived")
         return None
 
-    def _refusal(self, request: Request) -> Refusal | None:
+    def _never(self, request: Request) -> Refusal | None:
+        """What no waiting can mend."""
         tokens = request.total_tokens
         asked = f"prompt {len(request.prompt)} + max_tokens {request.max_tokens} = {tokens} tokens"
-        if tokens > self.limits.max_context:
-            return Refusal("context", f"{asked}; accepted: at most {self.limits.max_context}", retry=False)
         need = self.pool.blocks_for(tokens)
-        if need > self.pool.blocks:
+        if tokens > self.limits.max_context:
+            refusal = Refusal("context", f"{asked}; accepted: at most {self.limits.max_context}", retry=False)
+        elif need > self.pool.blocks:
             text = f"{asked} need {need} KV blocks; accepted: at most {self.pool.blocks}, which is the whole pool"
-            return Refusal("kv_never_fits", text, retry=False)
-        if len(self._waiting) >= self.limits.max_waiting:
-            text = f"{len(self._waiting)} requests wait; accepted: at most {self.limits.max_waiting}"
+            refusal = Refusal("kv_never_fits", text, retry=False)
+        else:
+            return None
+        self._decide(request, Judgement("refuse", refusal.reason))
+        return refusal
+
+    def _not_now(self, request: Request, now_ns: int) -> Refusal | None:
+        """It stands in the queue when this returns None."""
+        waiting = len(self._order)
+        if waiting >= self.limits.max_waiting:
+            self._decide(request, Judgement("refuse", "queue_full"))
+            text = f"{waiting} requests wait; accepted: at most {self.limits.max_waiting}"
             return Refusal("queue_full", text, retry=True)
+        self._order.add(request, now_ns)
+        ahead = takewhile(lambda other: other is not request, self._order)
+        judgement = self.policies.admission.judge(request, self._view(ahead), now_ns)
+        if judgement.verdict == "refuse":
+            self._order.remove(request)
+            self._order.ended(request)
+            self._decide(request, judgement)
+            return refusal_of(judgement.reason, judgement.retry_after_s)
+        if judgement.predicted_first_token_ns is not None:
+            # A prediction is kept from the moment when it could still be acted on.
+            request.queue_noted = True
+            self._decide(request, judgement._replace(verdict="queue"))
         return None
 
     def cancel(self, key: str, reason: str) -> Request | None:
@@ -133,63 +195,175 @@ class Scheduler:
         """Ends an answer whose end was found outside, in its text; None when it has ended already."""
         return self._end(key, State.FINISHED, reason)
 
+    def delivered(self, key: str, tokens: int, now_ns: int) -> None:
+        """The reader of this stream has taken so many output tokens by now."""
+        request = self._requests.get(key)
+        if request is None:
+            return
+        assert tokens <= len(request.output), f"request {key}: {tokens} taken of {len(request.output)} made"
+        if tokens > request.delivered:
+            request.delivered = tokens
+            request.taken_ns = now_ns
+
     def get(self, key: str) -> Request | None:
         return self._requests.get(key)
 
     # --- one iteration
 
-    def plan(self) -> StepPlan:
-        self._admit()
+    def plan(self, now_ns: int) -> StepPlan:
         plan = StepPlan()
+        self._follow_readers(now_ns)
+        self._find_room_for_decodes(plan, now_ns)
+        if not plan.preempted:  # what was just taken back is not given away at once
+            self._admit(plan, now_ns)
+            self._newcomers.clear()
         for request in self._running:
             if request.state is State.DECODE:
                 plan.add(request, request.output[-1:], sample=True)
         plan.decodes = len(plan.items)
-        budget = self.limits.prefill_tokens
-        for request in self._running:
-            if request.state is not State.PREFILL:
-                continue
-            rest = len(request.prompt) - request.computed
-            piece = rest if budget is None else min(rest, budget)
-            if piece == 0:
-                break  # the budget is spent on older prompts
-            plan.add(request, request.prompt[request.computed : request.computed + piece], sample=piece == rest)
-            budget = None if budget is None else budget - piece
+        self._fill_prefills(plan, now_ns)
         return plan
 
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            if not self._free_slots or not self.pool.fits(request.total_tokens):
-                break
-            self._waiting.popleft()
-            self.pool.promise(request.key, request.total_tokens)
-            request.slot = self._free_slots.pop()
-            self._running.append(request)
-            self._move(request, State.PREFILL, "admitted")
-            self._decisions.append(Decision(request, "admit", "fits"))
-        # Who waits for the first time stands at the end of the queue.
-        new = list(takewhile(lambda request: not request.queue_noted, reversed(self._waiting)))
-        for request in reversed(new):
-            request.queue_noted = True
-            self._decisions.append(Decision(request, "queue", "no_kv" if self._free_slots else "no_slot"))
+    def _follow_readers(self, now_ns: int) -> None:
+        """Who is behind by the window pauses; who has caught up to half of it goes on; who takes nothing is cut off."""
+        window, patience_ns = self.limits.max_undelivered, self.limits.slow_reader_ns
+        if window is None:
+            return
+        active = self._active()
+        for request in [*self._running, *self._parked.values()]:
+            if not request.streaming:
+                continue
+            if request.state is State.DECODE and request.undelivered >= window:
+                request.paused_ns = now_ns
+                self._move(request, State.PAUSED, "flow_control")
+                active -= 1
+            elif request.paused_ns is None:
+                continue
+            elif request.undelivered <= window // 2:
+                if request.state is State.PREEMPTED:
+                    request.paused_ns = None
+                    del self._parked[request.key]
+                    self._order.add(request, now_ns)
+                elif active < self.limits.slots:
+                    request.paused_ns = None
+                    self._move(request, State.DECODE, "caught_up")
+                    active += 1
+            elif patience_ns is not None and now_ns - max(request.paused_ns, request.taken_ns) >= patience_ns:
+                self._end(request.key, State.CANCELLED, "slow_reader")
 
-    def apply(self, plan: StepPlan, token_ids: Sequence[int | None]) -> list[Emitted]:
-        """What the iteration made, in the order of the batch. Requests that ended have given back slot and KV."""
+    def _find_room_for_decodes(self, plan: StepPlan, now_ns: int) -> None:
+        for request in list(self._running):
+            while request.state is State.DECODE and not self.pool.extend(request.key, request.computed + 1):
+                # Who pauses uses its KV least; then who came last.
+                victim = max(self._running, key=lambda r: (r.state is State.PAUSED, r.rank))
+                self._preempt(victim, now_ns)
+                plan.preempted.append(victim)
+
+    def _preempt(self, request: Request, now_ns: int) -> None:
+        self._running.remove(request)
+        self.pool.release(request.key)
+        request.blocks = []
+        request.computed = 0
+        request.preemptions += 1
+        paused = request.state is State.PAUSED
+        self._move(request, State.PREEMPTED, "no_kv")
+        if paused:
+            self._parked[request.key] = request
+        else:
+            self._order.add(request, now_ns)
+
+    def _admit(self, plan: StepPlan, now_ns: int) -> None:
+        active = self._active()
+        while (request := self._order.peek(now_ns)) is not None:
+            judgement = self._judge_next(request, now_ns)
+            if judgement.verdict == "refuse":
+                self._decide(request, judgement)
+                request.retry_after_s = judgement.retry_after_s
+                self._end(request.key, State.REJECTED, judgement.reason)
+                continue
+            lack = "no_slot" if active >= self.limits.slots else self._lacks_kv(request)
+            if lack or judgement.verdict == "queue":
+                self._note_waiting(judgement._replace(verdict="queue", reason=lack or judgement.reason))
+                return
+            self._start(request, judgement, plan, now_ns)
+            active += 1
+
+    def _judge_next(self, request: Request, now_ns: int) -> Judgement:
+        if request.state is State.PREEMPTED:
+            return Judgement("admit", "again")  # it was let in before
+        return self.policies.admission.judge(request, self._view(()), now_ns)
+
+    def _lacks_kv(self, request: Request) -> str:
+        """Beside what is promised, a block for each runner that may outgrow its promise: else it would be preempted
+        for the newcomer, or the newcomer for it."""
+        pool = self.pool
+        growing = sum(pool.promised(r.key) < pool.blocks_for(r.total_tokens) for r in self._running)
+        promised = self.policies.reservation.promised_tokens(request)
+        return "no_kv" if pool.lacking(request.sequence(), promised) + growing > 0 else ""
+
+    def _start(self, request: Request, judgement: Judgement, plan: StepPlan, now_ns: int) -> None:
+        promised = self.policies.reservation.promised_tokens(request)
+        again = request.state is State.PREEMPTED
+        self._order.remove(request)
+        request.blocks, request.reused = self.pool.open(request.key, request.sequence(), promised)
+        request.computed = request.reused
+        request.charged = max(request.charged, request.reused)
+        plan.reused += request.reused
+        if not again:
+            self._ranks += 1
+            request.rank = self._ranks
+            request.started_ns = now_ns
+            self._order.admitted(request)
+            self._decide(request, judgement)
+        at = sum(1 for other in self._running if other.rank < request.rank)
+        self._running.insert(at, request)
+        self._move(request, State.PREFILL, "recompute" if again else "admitted")
+
+    def _note_waiting(self, judgement: Judgement) -> None:
+        """One decision for each who begins to wait; the first is judged, the others stand behind it."""
+        for request in self._newcomers:
+            if request.state is State.WAITING and not request.queue_noted:
+                request.queue_noted = True
+                self._decide(request, Judgement("queue", judgement.reason))
+
+    def _fill_prefills(self, plan: StepPlan, now_ns: int) -> None:
+        prefills = self._order.sort_prefills([r for r in self._running if r.state is State.PREFILL])
+        if not prefills:
+            return
+        budget = plan.token_budget = self.policies.budget.tokens(plan.decode, prefills, now_ns)
+        for request in prefills:
+            rest = request.tokens - request.computed
+            piece = rest if budget is None else min(rest, budget)
+            if piece == 0:
+                break  # the budget is spent on others
+            end = request.computed + piece
+            roomy = self.pool.extend(request.key, end)
+            assert roomy, f"request {request.key}: its prompt was promised room"
+            fresh = max(0, min(end, len(request.prompt)) - max(request.charged, request.computed))
+            request.charged = max(request.charged, end)
+            plan.add(request, request.sequence()[request.computed : end], piece == rest, fresh)
+            budget = None if budget is None else budget - piece
+
+    def apply(self, plan: StepPlan, token_ids: Sequence[int | None], now_ns: int) -> list[Emitted]:
+        """What the iteration made, in the order of the batch. Requests that ended have given back their KV."""
         emitted = []
-        for request, item, token_id in zip(plan.requests, plan.items, token_ids, strict=True):
+        for request, item, fresh, token_id in zip(plan.requests, plan.items, plan.fresh, token_ids, strict=True):
             request.computed += len(item.token_ids)
-            self.pool.hold(request.key, request.computed)
+            assert (token_id is not None) == item.sample, f"request {request.key}: a token that was not asked for"
+            if self.pool.has_new_full_block(request.key, request.computed):
+                self.pool.register(request.key, request.sequence(), request.computed)
+            if fresh or token_id is not None:
+                self._order.served(request, fresh, int(token_id is not None))
             if token_id is None:
                 continue
-            assert item.sample, f"request {request.key}: a token that was not asked for"
             request.output.append(token_id)
+            request.last_token_ns = now_ns
             finish = self._finish_reason(request, token_id)
             emitted.append(Emitted(request, token_id, finish, token_id not in self._eos))
             if finish:
                 self._end(request.key, State.FINISHED, finish)
             elif request.state is State.PREFILL:
-                self._move(request, State.DECODE, "first_token")
+                self._move(request, State.DECODE, "first_token" if len(request.output) == 1 else "recomputed")
         return emitted
 
     def _finish_reason(self, request: Request, token_id: int) -> str:
@@ -215,13 +389,31 @@ class Scheduler:
     def alive(self) -> list[Request]:
         return list(self._requests.values())
 
+    def running(self) -> Sequence[Request]:
+        return self._running
+
     def count_by_state(self) -> Counter[State]:
         return Counter(request.state for request in self._requests.values() if request.state is not None)
 
     def oldest_waiting(self) -> Request | None:
-        return self._waiting[0] if self._waiting else None
+        """Who has waited longest for its first step."""
+        new = (request for request in self._order if request.state is State.WAITING)
+        return min(new, key=lambda request: request.queued_ns, default=None)
+
+    def paused_blocks(self) -> int:
+        """KV blocks that wait for readers."""
+        return sum(len(request.blocks) for request in self._running if request.state is State.PAUSED)
 
     # --- inside
+
+    def _view(self, ahead: Iterable[Request]) -> View:
+        return View(self._running, ahead, self.pool, self.limits)
+
+    def _active(self) -> int:
+        return sum(request.state in _IN_BATCH for request in self._running)
+
+    def _decide(self, request: Request, judgement: Judgement) -> None:
+        self._decisions.append(Decision(request, judgement))
 
     def _move(self, request: Request, to: State, reason: str) -> None:
         before = request.state
@@ -232,13 +424,14 @@ class Scheduler:
         request = self._requests.pop(key, None)
         if request is None:
             return None
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
+        if request.state in (State.WAITING, State.PREEMPTED):
+            if self._parked.pop(key, None) is None:
+                self._order.remove(request)
         else:
             self._running.remove(request)
             self.pool.release(key)
-            self._free_slots.append(request.slot)
-            self._free_slots.sort(reverse=True)
+            request.blocks = []
+        self._order.ended(request)
         request.finish_reason = reason
         self._move(request, to, reason)
         return request
@@ -246,17 +439,38 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Every invariant between the parts; tests call it after each step."""
         self.pool.check_integrity()
-        waiting, running = set(self._waiting), set(self._running)
-        assert len(waiting) == len(self._waiting) and len(running) == len(self._running), "a request is listed twice"
-        assert not waiting & running and waiting | running == set(self._requests.values())
-        assert all(self._requests[request.key] is request for request in waiting | running)
-        assert all(request.state is State.WAITING for request in waiting)
+        self._order.check_integrity()
+        waiting, running, parked = list(self._order), self._running, list(self._parked.values())
+        everybody = [*waiting, *running, *parked]
+        assert len(everybody) == len(set(everybody)), "a request is listed twice"
+        assert len(waiting) == len(self._order)
+        assert set(everybody) == set(self._requests.values())
+        assert all(self._requests[request.key] is request for request in everybody)
+        assert all(request.state in (State.WAITING, State.PREEMPTED) for request in waiting)
+        assert all(request.state is State.PREEMPTED and request.paused_ns is not None for request in parked)
         assert all(request.state in (State.PREFILL, State.DECODE, State.PAUSED) for request in running)
+        assert [request.rank for request in running] == sorted({request.rank for request in running})
+        assert self._active() <= self.limits.slots, "more in the batch than slots"
         assert not any(request.state in ENDED for request in self._requests.values())
-        slots = [request.slot for request in running] + self._free_slots
-        assert sorted(slots) == list(range(self.limits.slots)), "a slot is lost or given out twice"
         assert self.pool.holders() == {request.key for request in running}, "KV is held by who does not run"
+        for request in [*waiting, *parked]:
+            assert not request.blocks and not request.computed
         for request in running:
-            held = len(request.prompt) + len(request.output) - 1 if request.output else request.computed
-            assert request.computed == held, f"request {request.key}: {request.computed} computed, {held} expected"
-            assert request.total_tokens >= request.computed
+            self._check_running(request)
+
+    def _check_running(self, request: Request) -> None:
+        assert len(request.blocks) == self.pool.held(request.key) >= self.pool.blocks_for(request.computed)
+        assert (request.state is State.PAUSED) == (request.paused_ns is not None)
+        if request.state is not State.PREFILL:
+            assert request.computed == request.tokens - 1, f"request {request.key}: {request.computed} computed"
+        assert request.reused <= request.computed < request.tokens <= request.total_tokens
+        assert request.delivered <= len(request.output)
+        window = self.limits.max_undelivered
+        if window is not None and request.streaming:
+            assert request.undelivered <= window, f"request {request.key}: {request.undelivered} undelivered"
+
+
+def refusal_of(reason: str, retry_after_s: int) -> Refusal:
+    """What the consumer is told of a refusal by admission, at once or later."""
+    text = f"admission refused ({reason}); accepted: again in {retry_after_s} s"
+    return Refusal(reason, text, retry=True, retry_after_s=retry_after_s)

@@ -1,28 +1,41 @@
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reference_server.kv_blocks import BlockPool
+from reference_server.orders import Fcfs
+from reference_server.policies import Optimistic
+from reference_server.prefill_budget import Static
 from reference_server.request import ENDED, TRANSITIONS, Request, State
-from reference_server.scheduler import Emitted, Limits, Scheduler
+from reference_server.scheduler import Emitted, Limits, Policies, Scheduler, StepPlan
 from sloscope import records
 from tests.reference_server.tiny_runner import EOS, TinyRunner
 
 
 class World:
-    """A scheduler and a runner, stepped together, with every invariant checked after each step."""
+    """A scheduler and a runner, stepped together, with every invariant checked after each step. A step takes 1 ns."""
 
     def __init__(
-        self, slots: int = 2, context: int = 64, blocks: int = 32, block_tokens: int = 4, **limits: int | None
+        self,
+        slots: int = 2,
+        context: int = 64,
+        blocks: int = 32,
+        block_tokens: int = 4,
+        prefix_reuse: bool = False,
+        policies: Policies | None = None,
+        **limits: int | None,
     ) -> None:
-        self.runner = TinyRunner(slots, context)
+        self.runner = TinyRunner(blocks, block_tokens, context)
         self.scheduler = Scheduler(
             Limits(slots, context, **limits),  # type: ignore[arg-type]
-            BlockPool(blocks, block_tokens),
+            BlockPool(blocks, block_tokens, prefix_reuse),
             [EOS],
+            policies,
         )
+        self.now_ns = 0
         self.ended: list[str] = []
         self.history: list[tuple[str, State]] = []
 
@@ -31,25 +44,35 @@ class World:
             self.history.append((request.key, to))
             if to in ENDED:
                 self.ended.append(request.key)
-                if request.slot >= 0:
-                    self.runner.free(request.slot)
         self.scheduler.check_integrity()
-        for request in self.scheduler.alive():
-            if request.slot >= 0:
-                assert self.runner.held[request.slot] == request.computed
+        for request in self.scheduler.running():
+            held = self.runner.content(request.blocks, request.computed)
+            assert held == list(request.sequence()[: request.computed]), f"{request.key} reads what is not its own"
 
-    def submit(self, key: str, prompt: int = 3, max_tokens: int = 4, stop_after: int | None = None) -> Request:
-        request = Request(key, list(range(10, 10 + prompt)), max_tokens, stop_after)
-        self.scheduler.submit(request)
+    def submit(
+        self,
+        key: str,
+        prompt: int = 3,
+        max_tokens: int = 4,
+        stop_after: int | None = None,
+        tokens: list[int] | None = None,
+        streaming: bool = False,
+    ) -> Request:
+        request = Request(key, tokens or list(range(10, 10 + prompt)), max_tokens, stop_after, streaming=streaming)
+        self.scheduler.submit(request, self.now_ns)
         self.settle()
         return request
 
     def step(self) -> list[Emitted]:
-        plan = self.scheduler.plan()
+        self.now_ns += 1
+        plan = self.scheduler.plan(self.now_ns)
         self.settle()
-        emitted = self.scheduler.apply(plan, self.runner.step(plan.items).token_ids) if plan.items else []
+        emitted = self.run(plan) if plan.items else []
         self.settle()
         return emitted
+
+    def run(self, plan: StepPlan) -> list[Emitted]:
+        return self.scheduler.apply(plan, self.runner.step(plan.items).token_ids, self.now_ns)
 
     def cancel(self, key: str) -> Request | None:
         request = self.scheduler.cancel(key, "disconnect")
@@ -62,6 +85,13 @@ class World:
                 return
             self.step()
         raise AssertionError("requests that never end")
+
+    def states(self, key: str) -> list[State]:
+        return [to for name, to in self.history if name == key]
+
+
+def budget(tokens: int | None) -> Policies:
+    return Policies(budget=Static(tokens))
 
 
 def test_the_states_are_those_of_the_journal() -> None:
@@ -136,7 +166,7 @@ def test_nobody_overtakes_a_request_that_waits_for_kv() -> None:
     world.submit("small", prompt=2, max_tokens=2)  # 1 block would fit
     world.step()
     assert world.scheduler.count_by_state() == {State.DECODE: 1, State.WAITING: 2}
-    verdicts = [(d.request.key, d.verdict, d.reason) for d in world.scheduler.take_decisions()]
+    verdicts = [(d.request.key, *d.judgement[:2]) for d in world.scheduler.take_decisions()]
     assert verdicts == [("big", "admit", "fits"), ("next", "queue", "no_kv"), ("small", "queue", "no_kv")]
     world.run_out()
     assert world.ended.index("big") == 0
@@ -152,13 +182,13 @@ def test_resident_reserved_and_free_are_three_numbers() -> None:
 
 def test_what_can_never_fit_is_refused_at_arrival_with_the_numbers() -> None:
     world = World(context=100, blocks=8, block_tokens=4)
-    refusal = world.scheduler.submit(Request("a", [1] * 20, 20))
+    refusal = world.scheduler.submit(Request("a", [1] * 20, 20), 0)
     assert refusal is not None and not refusal.retry
     # 20 + 20 = 40 tokens, 10 blocks of 4.
     assert refusal.message == (
         "prompt 20 + max_tokens 20 = 40 tokens need 10 KV blocks; accepted: at most 8, which is the whole pool"
     )
-    refusal = world.scheduler.submit(Request("b", [1] * 90, 20))
+    refusal = world.scheduler.submit(Request("b", [1] * 90, 20), 0)
     assert refusal is not None and refusal.message == "prompt 90 + max_tokens 20 = 110 tokens; accepted: at most 100"
     world.settle()
     assert [to for _, to in world.history] == [State.REJECTED, State.REJECTED]
@@ -170,23 +200,23 @@ def test_a_full_queue_refuses_and_may_be_asked_again() -> None:
     for key in "abc":
         world.submit(key)
         world.step()
-    refusal = world.scheduler.submit(Request("d", [1], 1))
+    refusal = world.scheduler.submit(Request("d", [1], 1), 0)
     assert refusal is not None and (refusal.reason, refusal.retry) == ("queue_full", True)
     world.run_out()
-    assert world.scheduler.submit(Request("e", [1], 1)) is None
+    assert world.scheduler.submit(Request("e", [1], 1), 0) is None
 
 
 def test_a_long_prompt_is_run_in_pieces_within_the_budget() -> None:
-    world = World(slots=2, prefill_tokens=4)
+    world = World(slots=2, policies=budget(4))
     world.submit("a", prompt=10, max_tokens=1)
     world.submit("b", prompt=3, max_tokens=1)
     sizes = []
     while world.scheduler.has_work:
-        plan = world.scheduler.plan()
+        plan = world.scheduler.plan(0)
         sizes.append(
             [(request.key, len(item.token_ids)) for request, item in zip(plan.requests, plan.items, strict=True)]
         )
-        world.scheduler.apply(plan, world.runner.step(plan.items).token_ids)
+        world.run(plan)
         world.settle()
     # 4 + 4 + 2 of a, whose last piece leaves 2 for b, which needs one more step.
     assert sizes == [[("a", 4)], [("a", 4)], [("a", 2), ("b", 2)], [("b", 1)]]
@@ -195,14 +225,14 @@ def test_a_long_prompt_is_run_in_pieces_within_the_budget() -> None:
 @pytest.mark.parametrize("steps", range(9))
 def test_cancelled_in_any_state_a_request_gives_back_everything_once(steps: int) -> None:
     """0: waiting; 1, 2: between prefill pieces; from 3 on: first token, decode; the last: one token before the end."""
-    world = World(slots=1, prefill_tokens=2)
+    world = World(slots=1, policies=budget(2))
     world.submit("a", prompt=6, max_tokens=7)  # 3 steps of prefill, the third gives the first of 7 tokens
     world.submit("behind", max_tokens=1)
     for _ in range(steps):
         world.step()
     request = world.cancel("a")
     assert request is not None and request.state is State.CANCELLED
-    assert world.scheduler.pool.free == 32 and world.runner.held == [0]
+    assert world.scheduler.pool.free == 32 and not request.blocks
     assert world.cancel("a") is None, "a second cancel finds nothing"
     world.run_out()
     assert world.ended == ["a", "behind"]
@@ -248,7 +278,7 @@ def test_whatever_comes_blocks_balance_and_every_request_ends_once(
     prefill_tokens: int | None,
     eos_at: set[int],
 ) -> None:
-    world = World(slots=slots, context=64, blocks=blocks, block_tokens=4, prefill_tokens=prefill_tokens)
+    world = World(slots=slots, context=64, blocks=blocks, block_tokens=4, policies=budget(prefill_tokens))
     world.runner.eos_at = eos_at
     requests: dict[str, Request] = {}
     step = 0
@@ -263,7 +293,7 @@ def test_whatever_comes_blocks_balance_and_every_request_ends_once(
         step += 1
         assert step <= 1100, "someone starves"
     assert sorted(world.ended) == sorted(requests)
-    assert world.scheduler.pool.free == blocks and world.runner.held == [0] * slots
+    assert world.scheduler.pool.free == blocks
     for i, (_, prompt, max_tokens, _) in enumerate(lives):
         request = requests[str(i)]
         assert request.state in ENDED
@@ -286,3 +316,197 @@ def test_requests_are_admitted_in_the_order_of_their_arrival(lives: list[tuple[i
     world.run_out()
     admitted = [int(key) for key, to in world.history if to is State.PREFILL]
     assert admitted == list(range(len(lives)))
+
+
+# --- optimistic admission and preemption
+
+
+def optimistic(blocks: int, slots: int = 2, prefix_reuse: bool = False) -> World:
+    return World(slots, blocks=blocks, prefix_reuse=prefix_reuse, policies=Policies(reservation=Optimistic()))
+
+
+def test_what_came_last_is_preempted_when_the_pool_is_full_and_runs_again_to_the_same_answer() -> None:
+    # Each comes to hold 4 + 11 tokens: 4 blocks of 4. There are 6, so not both.
+    world = optimistic(blocks=6)
+    a, b = world.submit("a", prompt=4, max_tokens=12), world.submit("b", prompt=4, max_tokens=12)
+    world.run_out()
+    assert (a.preemptions, b.preemptions) == (0, 1)
+    assert a.output == b.output == list(range(104, 116))
+    again = [State.WAITING, State.PREFILL, State.DECODE, State.PREEMPTED, State.PREFILL, State.DECODE, State.FINISHED]
+    assert world.states("b") == again
+
+
+def test_the_boundary_that_preempts_admits_nobody_and_says_who_was_preempted() -> None:
+    world = optimistic(blocks=6)
+    world.submit("a", prompt=4, max_tokens=12)
+    world.submit("b", prompt=4, max_tokens=12)
+    world.submit("c", prompt=1, max_tokens=1)
+    plan = StepPlan()
+    while not plan.preempted:
+        world.now_ns += 1
+        plan = world.scheduler.plan(world.now_ns)
+        world.settle()
+        world.run(plan)
+    assert [r.key for r in plan.preempted] == ["b"] and [r.key for r in plan.requests] == ["a"]
+
+
+def test_a_preempted_request_goes_before_who_came_after_it() -> None:
+    world = optimistic(blocks=6)
+    world.submit("a", prompt=4, max_tokens=12)
+    world.submit("b", prompt=4, max_tokens=12)
+    world.submit("c", prompt=4, max_tokens=2)
+    world.run_out()
+    admitted = [key for key, to in world.history if to is State.PREFILL]
+    assert admitted == ["a", "b", "b", "c"]
+
+
+def test_what_is_computed_again_is_not_charged_again() -> None:
+    served: list[tuple[str, int, int]] = []
+
+    class Ledger(Fcfs):
+        def served(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+            served.append((request.key, prompt_tokens, output_tokens))
+
+    world = World(blocks=6, policies=Policies(order=Ledger(), reservation=Optimistic()))
+    world.submit("a", prompt=4, max_tokens=12)
+    b = world.submit("b", prompt=4, max_tokens=12)
+    world.run_out()
+    assert b.preemptions == 1
+    for key in ("a", "b"):
+        assert sum(prompt for name, prompt, _ in served if name == key) == 4
+        assert sum(output for name, _, output in served if name == key) == 12
+
+
+# --- prefix reuse
+
+
+def test_a_second_prompt_with_the_same_beginning_runs_only_the_rest() -> None:
+    world = World(prefix_reuse=True)
+    world.submit("a", tokens=[5] * 8 + [6], max_tokens=2)
+    world.step()
+    b = world.submit("b", tokens=[5] * 8 + [7, 8], max_tokens=2)
+    plan = world.scheduler.plan(1)
+    assert [(r.key, len(i.token_ids)) for r, i in zip(plan.requests, plan.items, strict=True)] == [("a", 1), ("b", 2)]
+    assert (b.reused, plan.reused, plan.fresh) == (8, 8, [0, 2])
+    world.run(plan)
+    world.settle()
+    world.run_out()
+    assert b.output == [110, 111]
+
+
+def test_an_answer_is_a_beginning_too() -> None:
+    world = World(prefix_reuse=True)
+    a = world.submit("a", tokens=[5] * 4, max_tokens=5)
+    world.run_out()
+    # The turn after it: prompt, answer and a new question. 4 + 4 tokens of it have their KV: the newest never has.
+    b = world.submit("b", tokens=[5] * 4 + a.output + [9], max_tokens=1)
+    world.run_out()
+    assert b.reused == 8
+
+
+def test_a_preempted_request_finds_its_own_blocks_again() -> None:
+    world = optimistic(blocks=6, prefix_reuse=True)
+    a = world.submit("a", tokens=[1, 2, 3, 4], max_tokens=12)
+    b = world.submit("b", tokens=[5, 6, 7, 8], max_tokens=12)
+    world.run_out()
+    assert b.preemptions == 1 and b.output == a.output == list(range(104, 116))
+
+
+# --- readers
+
+
+def flowing(window: int, patience_ns: int | None = None, **world: Any) -> World:
+    return World(max_undelivered=window, slow_reader_ns=patience_ns, **world)
+
+
+def test_a_reader_that_is_behind_pauses_its_own_sequence_and_keeps_its_kv() -> None:
+    world = flowing(window=3)
+    slow = world.submit("slow", max_tokens=9, streaming=True)
+    world.submit("other", max_tokens=9)
+    batches = [[t.request.key for t in world.step()] for _ in range(5)]
+    assert batches == [["slow", "other"]] * 3 + [["other"]] * 2
+    assert slow.state is State.PAUSED and slow.undelivered == 3
+    assert world.scheduler.paused_blocks() == 2  # 3 of the prompt and 2 tokens: 5 in blocks of 4
+    world.scheduler.delivered("slow", 1, world.now_ns)
+    world.step()
+    assert slow.state is State.PAUSED, "it goes on when half of the window is free"
+    world.scheduler.delivered("slow", 2, world.now_ns)
+    assert "slow" in [t.request.key for t in world.step()]
+
+
+def test_an_answer_that_does_not_stream_has_no_reader_to_wait_for() -> None:
+    world = flowing(window=2)
+    request = world.submit("a", max_tokens=9, streaming=False)
+    world.run_out()
+    assert len(request.output) == 9
+
+
+def test_a_paused_sequence_leaves_its_slot_to_others() -> None:
+    world = flowing(window=1, slots=1)
+    world.submit("slow", max_tokens=4, streaming=True)
+    other = world.submit("other", max_tokens=3)
+    world.step()
+    for _ in range(3):
+        world.step()
+    assert other.state is State.FINISHED
+
+
+def test_who_caught_up_goes_on_before_newcomers_are_admitted_but_never_beyond_the_slots() -> None:
+    world = flowing(window=1, slots=1)
+    slow = world.submit("slow", max_tokens=3, streaming=True)
+    world.step()
+    other = world.submit("other", max_tokens=2)
+    late = world.submit("late", max_tokens=1)
+    world.step()  # slow pauses, other runs
+    world.scheduler.delivered("slow", 1, world.now_ns)
+    world.step()
+    assert slow.state is State.PAUSED and other.state is State.FINISHED
+    world.step()
+    assert len(slow.output) == 2 and late.state is State.WAITING
+
+
+def test_a_reader_that_takes_nothing_for_too_long_is_cut_off() -> None:
+    world = flowing(window=1, patience_ns=10)
+    slow = world.submit("slow", max_tokens=9, streaming=True)
+    world.step()
+    world.step()
+    assert slow.state is State.PAUSED and slow.paused_ns == 2
+    while world.now_ns < 11:
+        world.step()
+    assert slow.state is State.PAUSED
+    world.step()
+    assert (slow.state, slow.finish_reason) == (State.CANCELLED, "slow_reader")
+    assert world.scheduler.pool.free == 32
+
+
+def test_a_reader_that_takes_a_little_is_not_cut_off() -> None:
+    world = flowing(window=4, patience_ns=5)
+    slow = world.submit("slow", max_tokens=9, streaming=True)
+    while slow.state is not State.PAUSED:
+        world.step()
+    world.step()
+    world.step()
+    world.scheduler.delivered("slow", 1, world.now_ns)  # 3 of 4 left: it stays paused
+    for _ in range(4):
+        world.step()
+    assert slow.state is State.PAUSED
+    world.step()
+    assert slow.state is State.CANCELLED
+
+
+def test_paused_kv_is_the_first_to_be_taken_back_and_waits_for_its_reader() -> None:
+    world = World(blocks=6, policies=Policies(reservation=Optimistic()), max_undelivered=2)
+    slow = world.submit("slow", prompt=4, max_tokens=12, streaming=True)
+    other = world.submit("other", prompt=4, max_tokens=16)
+    while slow.state is not State.PREEMPTED:
+        world.step()
+    while other.state is not State.FINISHED:
+        world.step()
+    for _ in range(3):
+        world.step()
+    assert slow.state is State.PREEMPTED, "its reader is behind: it would pause at once"
+    for taken in range(2, 13):
+        world.scheduler.delivered("slow", min(taken, len(slow.output)), world.now_ns)
+        world.step()
+        world.step()
+    assert slow.state is State.FINISHED and slow.output == list(range(104, 116))
