@@ -110,6 +110,19 @@ def kv_blocks() -> Any:
     )
 
 
+def kv_held_and_cached() -> Any:
+    return style.lines(
+        "KV held by paused requests, and cached",
+        "Paused: resident blocks of readers that do not read. Cached: free blocks that still hold a reusable prefix.",
+        "short",
+        [
+            style.query(promql.level(promql.engine("kv_blocks_paused")), "paused"),
+            style.query(promql.level(promql.engine("kv_blocks_cached")), "cached"),
+        ],
+        no_value=_NO_ENGINE,
+    )
+
+
 def preemptions() -> Any:
     return style.lines(
         "Preemptions",
@@ -131,6 +144,51 @@ def admissions() -> Any:
     )
 
 
+def first_token_error() -> Any:
+    targets = [
+        style.query(promql.quantile(q, promql.engine(f"first_token_{side}_seconds")), f"{side} p{q * 100:.0f}")
+        for side in ("late", "early")
+        for q in (0.99, 0.5)
+    ]
+    text = (
+        "First token against the moment that admission predicted, late and early apart: their quantiles do not cancel."
+    )
+    return style.lines("First token against its prediction", text, "s", targets, no_value="no predictions")
+
+
+def first_tokens_late() -> Any:
+    late, early = (
+        promql.observed_per_second(promql.engine(f"first_token_{side}_seconds")) for side in ("late", "early")
+    )
+    return style.lines(
+        "First tokens later than predicted",
+        "Share of predictions that the first token came after. Half of them is an even-handed prediction.",
+        "percentunit",
+        [style.query(promql.ratio(late, f"({late} + {early})"), "late")],
+        no_value="no predictions",
+    )
+
+
+def cost_error() -> Any:
+    return style.lines(
+        "Error of the step cost model",
+        "Predicted step time against the real one, relative, at quantiles of recent steps. No slack is surer than this.",
+        "percentunit",
+        [style.query(promql.highest(promql.engine("cost_error_ratio"), ("q",)), "quantile {{q}}")],
+        no_value="no cost model",
+    )
+
+
+def lengths_age() -> Any:
+    return style.lines(
+        "Age of the length table",
+        "Since the survival table that policies read was written. An old table describes other traffic.",
+        "s",
+        [style.query(promql.highest(promql.engine("lengths_age_seconds")), "age")],
+        no_value="no length table",
+    )
+
+
 def ended() -> Any:
     return style.lines(
         "Requests that left the engine",
@@ -146,6 +204,27 @@ def cancel_cleanup() -> Any:
     return _quantiles("Cancel cleanup p50 and p99", text, promql.engine("cancel_cleanup_seconds"))
 
 
+def pauses() -> Any:
+    return style.lines(
+        "Pauses by flow control",
+        "Requests a second that flow control took out of the batch, by reason.",
+        "ops",
+        [style.query(promql.per_second(promql.engine("pauses_total"), ("reason",)), "{{reason}}")],
+        no_value=_NO_ENGINE,
+    )
+
+
+def pause_length() -> Any:
+    series = promql.engine("pause_seconds")
+    return style.lines(
+        "Pause p99 by how it ended",
+        "From leaving the batch to coming back (resumed), being cut off (slow_reader), or ending otherwise.",
+        "s",
+        [style.query(promql.quantile(0.99, series, ("end",)), "{{end}}")],
+        no_value=_NO_ENGINE,
+    )
+
+
 def undelivered() -> Any:
     return style.lines(
         "Undelivered tokens",
@@ -158,11 +237,12 @@ def undelivered() -> Any:
 
 def tokens() -> Any:
     return style.lines(
-        "Tokens run",
-        "Prompt tokens prefilled and output tokens computed a second.",
+        "Tokens run and reused",
+        "Prompt tokens prefilled or taken from the prefix cache instead, and output tokens computed, a second.",
         "short",
         [
             style.query(promql.per_second(promql.engine("prompt_tokens_total")), "prompt"),
+            style.query(promql.per_second(promql.engine("prefix_reused_tokens_total")), "reused"),
             style.query(promql.per_second(promql.engine("output_tokens_total")), "output"),
         ],
         no_value=_NO_ENGINE,
@@ -182,11 +262,16 @@ def service_by_tenant() -> Any:
 
 
 def modelled_flops() -> Any:
+    parts = promql.engine("work_flops_total")
     return style.lines(
         "Modelled arithmetic",
-        "Floating point operations a second that the model's shape implies for the work done.",
+        "Floating point operations a second that the model's shape implies for the work done, in total and by part.",
         "flops",
-        [style.query(promql.per_second(promql.engine("modelled_flops_total")), "modelled")],
+        [
+            style.query(promql.per_second(promql.engine("modelled_flops_total")), "total"),
+            style.query(promql.per_second(parts, ("phase", "part")), "{{phase}} {{part}}"),
+            style.query(promql.level(promql.engine("ceiling_flops_per_second")), "limit measured"),
+        ],
         no_value=_NO_ENGINE,
     )
 
@@ -194,8 +279,35 @@ def modelled_flops() -> Any:
 def modelled_bytes() -> Any:
     return style.lines(
         "Modelled memory traffic",
-        "Bytes a second that the model's shape implies were moved for the work done.",
+        "Bytes a second that the model's shape implies were moved for the work done, in total and by part.",
         "Bps",
-        [style.query(promql.per_second(promql.engine("modelled_bytes_total")), "modelled")],
+        [
+            style.query(promql.per_second(promql.engine("modelled_bytes_total")), "total"),
+            style.query(promql.per_second(promql.engine("work_bytes_total"), ("part",)), "{{part}}"),
+            style.query(promql.level(promql.engine("ceiling_bytes_per_second"), ("part",)), "limit {{part}} measured"),
+        ],
         no_value=_NO_ENGINE,
+    )
+
+
+# Part of the ceilings' name → the parts of the work that it bounds.
+_BOUNDED = {"weights": "weights", "kv": "kv_read|kv_write", "transfer": "transfer"}
+
+
+def work_against_ceilings() -> Any:
+    flops = promql.per_second(promql.engine("work_flops_total"))
+    targets = [
+        style.query(promql.ratio(flops, promql.level(promql.engine("ceiling_flops_per_second"))), "arithmetic"),
+    ]
+    for bound, parts in _BOUNDED.items():
+        moved = promql.per_second(promql.engine("work_bytes_total").where("part", parts, "=~"))
+        ceiling = promql.level(promql.engine("ceiling_bytes_per_second").where("part", bound))
+        targets.append(style.query(promql.ratio(moved, ceiling), bound))
+    return style.lines(
+        "Work against measured ceilings",
+        "Share of time that the work done would need at the machine's measured speed, idle time included. The largest "
+        "is what binds; far from 1 while requests wait, time goes elsewhere.",
+        "percentunit",
+        targets,
+        no_value="not calibrated",
     )

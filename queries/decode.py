@@ -86,6 +86,8 @@ def _usual(kind: Any, record: records.Record) -> bool:
         return False
     if kind == "begin" and "send_ns" not in record and "arrived_ns" not in record:
         return False
+    if kind == "step" and not records.counts_align(record):
+        return False
     return "request_id" not in record or is_request_id(record["request_id"])
 
 
@@ -93,6 +95,8 @@ def _fits(expected: str, value: Any) -> bool:
     found = type(value)
     if expected == "strs":
         return found is list and all([type(item) is str or item is None for item in value])
+    if expected == "ints":
+        return found is list and all([type(item) is int and -(2**63) <= item < 2**63 for item in value])
     if expected == "bool":
         return found is bool
     if expected == "float":

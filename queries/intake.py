@@ -21,7 +21,7 @@ from sloscope.recovery import dead_writers
 BLOCK = 4 << 20
 KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
 KEPT_PROBLEMS = 20
-_STAMP = {"state": "at_ns", "decision": "at_ns", "end": "end_ns", "step": "start_ns"}
+_STAMP = {"state": "at_ns", "decision": "at_ns", "end": "end_ns", "step": "start_ns", "engine": "at_ns"}
 
 
 class Line(NamedTuple):

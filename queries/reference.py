@@ -140,6 +140,7 @@ _KINDS = {
     "late": "A fact that came after the end; compaction merges it.",
     "state": "A state of a request in the engine changed.",
     "step": "One iteration of the engine.",
+    "engine": "What an engine process is and how it is set: at its start, and again when something of it changes.",
     "decision": "One decision of admission.",
 }
 
@@ -174,7 +175,8 @@ def records_page() -> str:
         "`sloscope/records.py`",
         f"One JSON object a line, with `v` (written: {records.VERSION}; readable: "
         f"{', '.join(str(v) for v in records.READABLE_VERSIONS)}) and `kind`. A field that is not known is left out. "
-        "`_ns` is an integer of nanoseconds.",
+        "`_ns` is an integer of nanoseconds. A field that may be left out joins without a new version: what was "
+        "written before it stays readable, and lacks it.",
         body,
     )
 

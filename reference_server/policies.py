@@ -4,7 +4,7 @@ Pure. Each policy is one class behind one of these protocols; the scheduler keep
 slots) whatever a policy says. Times are monotonic nanoseconds that the caller passes in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from reference_server.kv_blocks import BlockPool
@@ -34,7 +34,7 @@ class View(NamedTuple):
     """What a policy may look at."""
 
     running: Sequence[Request]  # PREFILL, DECODE, PAUSED in order of admission
-    ahead: Sequence[Request]  # those that wait before this one
+    ahead: Iterable[Request]  # those that wait before this one, in order; to be read once
     pool: BlockPool
     limits: "Limits"
 

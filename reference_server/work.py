@@ -1,4 +1,9 @@
-"""What a step costs by the model's shape: floating point operations and bytes. Pure arithmetic, nothing measured."""
+"""What a step costs by the model's shape: floating point operations and bytes, each named. Pure arithmetic, nothing
+measured.
+
+The FLOPs are those that the model's definition asks for, the bytes the least that must move: an engine that does more
+(recomputes, pads, reads KV once for each tile of queries) reaches a smaller share of the ceilings for it.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,31 +11,90 @@ from typing import NamedTuple
 from reference_server.model_config import ModelConfig
 from reference_server.step_types import StepItem
 
+INDEX_BYTES = 8  # a token id, a position, a row number: int64 in torch
+
 
 class Work(NamedTuple):
-    flops: int
-    bytes: int
-
-
-def step_work(config: ModelConfig, items: Sequence[StepItem], dtype_bytes: int) -> Work:
-    """FLOPs and bytes of one iteration.
-
-    A matrix product of a token with w weights is 2w operations; the output head is run for sampled tokens only.
-    Attention of one token over p positions is 2p·d for the scores and 2p·d for the values in each query head.
-    Bytes: every weight once, the KV of all positions read once for each sequence, the new KV written. Activations
-    are left out.
+    """One iteration, under the names of the journal's `step` record. Linear: matrix products with weights, the output
+    head among them. Attention: scores and values.
     """
-    head_weights = config.vocab * config.hidden
-    layer_weights = config.matmul_weights - head_weights
-    tokens = sampled = attended = kv_read = 0
-    for item in items:
-        count, end = len(item.token_ids), item.position0 + len(item.token_ids)
-        tokens += count
-        sampled += item.sample
-        # Token at position p attends p + 1 positions: position0 + 1 … end.
-        attended += (item.position0 + 1 + end) * count // 2
-        kv_read += end
-    attention = 4 * config.layers * config.heads * config.head_dim * attended
-    flops = 2 * layer_weights * tokens + 2 * head_weights * sampled + attention
-    values = (config.matmul_weights if sampled else layer_weights) + config.kv_values_per_token * (kv_read + tokens)
-    return Work(flops, values * dtype_bytes if tokens else 0)
+
+    prefill_linear_flops: int
+    prefill_attention_flops: int
+    decode_linear_flops: int
+    decode_attention_flops: int
+    weight_bytes: int
+    kv_read_bytes: int
+    kv_write_bytes: int
+    transfer_bytes: int
+
+    @property
+    def flops(self) -> int:
+        return sum(self[:4])
+
+    @property
+    def bytes(self) -> int:
+        """All four kinds. Transfers go over another link than the rest; on a CPU both are the same memory."""
+        return sum(self[4:])
+
+
+def attended_pairs(position0: int, tokens: int) -> int:
+    """Pairs of a query and a position that it attends, for tokens at position0, position0 + 1, …
+
+    The token at position p attends p + 1 positions, itself among them, so this is the sum of position0 + 1 …
+    position0 + tokens.
+    """
+    return tokens * (2 * position0 + tokens + 1) // 2
+
+
+def step_work(config: ModelConfig, items: Sequence[StepItem], dtype_bytes: int, decodes: int = 0) -> Work:
+    """The first `decodes` items are decodes, the rest is prefill.
+
+    FLOPs. A token times a matrix of w weights is w multiplications and w additions: 2w (Kaplan et al. 2020,
+    arXiv:2001.08361, section 2.1). Weights of a layer: q and o, hidden · heads · head_dim each; k and v, hidden ·
+    kv_heads · head_dim each; gate, up and down, hidden · intermediate each. The output head, vocab · hidden, runs for
+    sampled tokens only. Attention of a query over one position is head_dim multiply-adds for the score and as many for
+    the value, in each query head of each layer: 4 · layers · heads · head_dim per pair; causal, so pairs above the
+    diagonal are not counted. Norms, rotation, softmax and activation are left out: they are linear in hidden, not in
+    the weights.
+
+    Bytes. Weights: every matrix once for the whole batch, the head if anything is sampled; norms and the looked-up
+    embedding rows are left out (below a thousandth). KV: keys and values of each layer and KV head; every position up
+    to the end of a sequence is read once for that sequence, shared blocks once for each that shares them, and every new
+    token is written. Transfer: to the device an id and a position for each token and a row number for each sampled one;
+    back to the host an id for each sampled one. Block tables and sampling parameters depend on the layout and are left
+    out, and so is moving activations.
+    """
+    linear, attention = _flops(config, items[:decodes])
+    prefill_linear, prefill_attention = _flops(config, items[decodes:])
+    tokens = sum(len(item.token_ids) for item in items)
+    sampled = sum(item.sample for item in items)
+    kv_read = sum(item.position0 + len(item.token_ids) for item in items)
+    kv_bytes = config.kv_values_per_token * dtype_bytes
+    weights = (config.matmul_weights if sampled else _layer_weights(config)) if tokens else 0
+    return Work(
+        prefill_linear_flops=prefill_linear,
+        prefill_attention_flops=prefill_attention,
+        decode_linear_flops=linear,
+        decode_attention_flops=attention,
+        weight_bytes=weights * dtype_bytes,
+        kv_read_bytes=kv_read * kv_bytes,
+        kv_write_bytes=tokens * kv_bytes,
+        transfer_bytes=INDEX_BYTES * (2 * tokens + 2 * sampled),
+    )
+
+
+def _flops(config: ModelConfig, items: Sequence[StepItem]) -> tuple[int, int]:
+    tokens = sum(len(item.token_ids) for item in items)
+    sampled = sum(item.sample for item in items)
+    pairs = sum(attended_pairs(item.position0, len(item.token_ids)) for item in items)
+    linear = 2 * _layer_weights(config) * tokens + 2 * _head_weights(config) * sampled
+    return linear, 4 * config.layers * config.heads * config.head_dim * pairs
+
+
+def _head_weights(config: ModelConfig) -> int:
+    return config.vocab * config.hidden
+
+
+def _layer_weights(config: ModelConfig) -> int:
+    return config.matmul_weights - _head_weights(config)

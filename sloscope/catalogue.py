@@ -20,8 +20,9 @@ class Metric(NamedTuple):
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper edges in the metric's unit, without +Inf
     measured_at: str = "sidecar"  # client, sidecar, engine, recorder, sql
-    process: str = "sidecar"  # which exposition carries it: sidecar or server
+    processes: tuple[str, ...] = ("sidecar",)  # which expositions carry it: sidecar, server
     limit: str = ""  # the contract limit whose values become bucket edges
+    optional: bool = False  # absent until it is known, since 0 would be a value
 
     @property
     def family(self) -> str:
@@ -65,7 +66,7 @@ def _receipt_families(point: str, where: str) -> list[Metric]:
     """The same families at a receipt point: `point` is client or sidecar."""
 
     def histogram(name: str, edges: tuple[float, ...], limit: str, text: str) -> Metric:
-        return Metric(f"{PREFIX}{point}_{name}_seconds", "histogram", text, _REQUEST, edges, point, "sidecar", limit)
+        return Metric(f"{PREFIX}{point}_{name}_seconds", "histogram", text, _REQUEST, edges, point, ("sidecar",), limit)
 
     def counter(name: str, text: str, *labels: str) -> Metric:
         return Metric(f"{PREFIX}{point}_{name}_total", "counter", text, (*_REQUEST, *labels), (), point)
@@ -88,8 +89,19 @@ def _receipt_families(point: str, where: str) -> list[Metric]:
     ]  # fmt: skip
 
 
-def _engine(name: str, kind: str, text: str, labels: tuple[str, ...] = (), edges: tuple[float, ...] = ()) -> Metric:
-    return Metric(f"{PREFIX}engine_{name}", kind, text, labels, edges, "engine", "server")
+_BOTH = ("sidecar", "server")
+
+
+def _engine(
+    name: str,
+    kind: str,
+    text: str,
+    labels: tuple[str, ...] = (),
+    edges: tuple[float, ...] = (),
+    *,
+    optional: bool = False,
+) -> Metric:
+    return Metric(f"{PREFIX}engine_{name}", kind, text, labels, edges, "engine", ("server",), optional=optional)
 
 
 _ENGINE = [
@@ -103,31 +115,44 @@ _ENGINE = [
     _engine("requests", "gauge", "Requests by scheduler state.", ("state",)),
     _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its first step; 0 when none waits."),
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),
+    _engine("kv_blocks_cached", "gauge", "The part of the free KV blocks that still holds a prefix which can be reused."),
+    _engine("kv_blocks_paused", "gauge", "The part of the resident KV blocks that paused requests hold."),
     _engine("undelivered_tokens", "gauge", "Tokens computed and not yet written to a socket."),
     _engine("preemptions_total", "counter", "Sequences whose KV was taken back before they ended."),
+    _engine("pauses_total", "counter", "Times that flow control took a request out of the batch.", ("reason",)),
+    _engine("pause_seconds", "histogram", "How long a pause lasted, by how it ended: resumed, slow_reader, or otherwise.", ("end",), WORK_EDGES),
+    _engine("prefix_reused_tokens_total", "counter", "Prompt tokens whose KV was taken from the prefix cache instead of run."),
     _engine("admissions_total", "counter", "Admission decisions.", ("verdict", "reason")),
+    _engine("first_token_late_seconds", "histogram", "How much later than admission predicted a first token was computed; the others are in _early.", (), WORK_EDGES),
+    _engine("first_token_early_seconds", "histogram", "How much earlier than admission predicted, or at that very moment, a first token was computed.", (), WORK_EDGES),
+    _engine("cost_error_ratio", "gauge", "Step times as the cost model predicts them: |predicted - real| / real at quantile q of recent steps; absent before the first.", ("q",), optional=True),
+    _engine("lengths_age_seconds", "gauge", "Age of the length table that policies read; absent without a table.", optional=True),
     _engine("requests_ended_total", "counter", "Requests that left the engine.", ("outcome",)),
     _engine("service_units_total", "counter", "Service received: declared weights of prompt and output tokens.", ("tenant",)),
     _engine("prompt_tokens_total", "counter", "Prompt tokens run."),
     _engine("output_tokens_total", "counter", "Output tokens computed."),
     _engine("modelled_flops_total", "counter", "Floating point operations that the model's shape implies for the work done."),
     _engine("modelled_bytes_total", "counter", "Bytes that the model's shape implies were moved for the work done."),
+    _engine("work_flops_total", "counter", "The modelled operations by phase (prefill, decode) and part (linear, attention).", ("phase", "part")),
+    _engine("work_bytes_total", "counter", "The modelled bytes by part: weights, kv_read, kv_write, transfer.", ("part",)),
+    _engine("ceiling_flops_per_second", "gauge", "Operations a second that this machine was measured to reach; absent until calibrated.", optional=True),
+    _engine("ceiling_bytes_per_second", "gauge", "Bytes a second that this machine was measured to reach: weights, kv, transfer; absent until calibrated.", ("part",), optional=True),
 ]  # fmt: skip
 
 _RECORDER = [
     Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on.", (), ADDED_EDGES),
     Metric(f"{PREFIX}sidecar_passthrough_total", "counter", "Requests of other APIs, forwarded untouched and not judged."),
-    Metric(f"{PREFIX}journal_records_total", "counter", "Journal records written.", ("observer",), (), "recorder"),
-    Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder"),
-    Metric(f"{PREFIX}journal_bytes_total", "counter", "Journal bytes written.", ("observer",), (), "recorder"),
-    Metric(f"{PREFIX}journal_lag_seconds", "gauge", "Age of the oldest record waiting to be written.", ("observer",), (), "recorder"),
+    Metric(f"{PREFIX}journal_records_total", "counter", "Journal records written.", ("observer",), (), "recorder", _BOTH),
+    Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder", _BOTH),
+    Metric(f"{PREFIX}journal_bytes_total", "counter", "Journal bytes written.", ("observer",), (), "recorder", _BOTH),
+    Metric(f"{PREFIX}journal_lag_seconds", "gauge", "Age of the oldest record waiting to be written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_late_begins_total", "counter", "Requests forwarded before their begin record was on disk, after 5 ms.", (), (), "recorder"),
     Metric(f"{PREFIX}snapshot_failures_total", "counter", "Scrapes that got the latest snapshot because the data plane did not answer in time.", (), (), "recorder"),
     Metric(f"{PREFIX}sql_failures_total", "counter", "Refreshes of the sloscope_sql_ results that failed.", (), (), "sql"),
     Metric(f"{PREFIX}recovered_requests_total", "counter", "Requests closed as unfinished after their recorder died.", (), (), "recorder"),
     Metric(f"{PREFIX}reason_revisions_total", "counter", "Outcomes refined by a reason that came later.", (), (), "recorder"),
     Metric(f"{PREFIX}receipts_rejected_total", "counter", "Client receipts refused, by cause.", ("cause",), (), "recorder"),
-    Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", ("observer",), (), "recorder"),
+    Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),
     Metric(f"{PREFIX}upstream_up", "gauge", "1 if the last connect to the upstream worked.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),
@@ -166,7 +191,7 @@ def receipt(point: str, name: str) -> Metric:
 
 def exposed_by(process: str) -> Iterator[Metric]:
     """The rows that one exposition carries: sidecar or server."""
-    return (metric for metric in METRICS if metric.process == process)
+    return (metric for metric in METRICS if process in metric.processes)
 
 
 def edges(metric: Metric, contract: Contract | None = None) -> tuple[float, ...]:
@@ -199,6 +224,7 @@ def markdown() -> str:
     for metric in METRICS:
         labels = ", ".join(metric.labels) or "-"
         lines.append(
-            f"| `{metric.name}` | {metric.kind} | {labels} | {metric.measured_at} | {metric.process} | {metric.help} |"
+            f"| `{metric.name}` | {metric.kind} | {labels} | {metric.measured_at} | {', '.join(metric.processes)} | "
+            f"{metric.help} |"
         )
     return "\n".join(lines) + "\n"

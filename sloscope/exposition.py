@@ -71,7 +71,7 @@ class MetricStore:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         for name, metric in self._metrics.items():
-            if not metric.labels:
+            if not metric.labels and not metric.optional:
                 self.init(name)
 
     # --- writing

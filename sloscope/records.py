@@ -1,8 +1,11 @@
 """Every journal record: its fields, their types and units, in one place.
 
-A record is a JSON object with `v`, `kind` and, except `clock` and `step`, `request_id` + `attempt`. Fields that are
-not known are left out. Stamps (`_ns`) are integers of the writing host's monotonic clock. Prompt and output text
-have no field here, and unknown fields are refused, so that none can slip in.
+A record is a JSON object with `v`, `kind` and, except `clock`, `step` and `engine`, `request_id` + `attempt`. Fields
+that are not known are left out. Stamps (`_ns`) are integers of the writing host's monotonic clock. Prompt and output
+text have no field here, and unknown fields are refused, so that none can slip in.
+
+A field that may be left out joins without a new version: what was written before it stays readable, and lacks it. The
+version changes when a field changes its meaning, is required or goes.
 """
 
 from collections.abc import Mapping
@@ -149,15 +152,50 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("device_ns", "int", "forward pass alone, duration"),
         Field("prefill_tokens", "int", "prompt tokens run"),
         Field("decode_tokens", "int", "decode tokens run"),
+        Field("kv_read_tokens", "int", "positions attended, summed over sequences"),
+        Field("sampled_tokens", "int", "tokens drawn: decodes and the prompts that ended"),
+        Field("reused_tokens", "int", "prompt tokens taken from the prefix cache at this boundary instead of run"),
+        Field("token_budget", "int", "prefill tokens allowed; absent: no bound"),
         Field("prefill_ids", "strs", "requests in prefill"),
+        Field("prefill_token_counts", "ints", "prompt tokens run of each of prefill_ids"),
         Field("decode_ids", "strs", "requests in decode"),
         Field("kv_blocks_resident", "int", "blocks that hold tokens"),
         Field("kv_blocks_reserved", "int", "blocks promised to admitted work"),
         Field("kv_blocks_free", "int", "blocks neither resident nor reserved"),
+        Field("kv_blocks_cached", "int", "the part of the free blocks that still holds a prefix which can be reused"),
         Field("preempted_ids", "strs", "requests preempted at this boundary"),
-        Field("modelled_flops", "float", "FLOPs from the model's shape"),
-        Field("modelled_bytes", "float", "bytes moved from the model's shape"),
+        Field("paused_ids", "strs", "requests left out by flow control"),
+        Field("modelled_flops", "float", "FLOPs from the model's shape: the four parts in sum"),
+        Field("prefill_linear_flops", "float", "of those, matrix products with weights for prompt tokens"),
+        Field("prefill_attention_flops", "float", "of those, scores and values for prompt tokens"),
+        Field("decode_linear_flops", "float", "of those, matrix products with weights for decode tokens"),
+        Field("decode_attention_flops", "float", "of those, scores and values for decode tokens"),
+        Field("modelled_bytes", "float", "bytes moved from the model's shape: the four parts in sum"),
+        Field("weight_bytes", "float", "of those, weights read"),
+        Field("kv_read_bytes", "float", "of those, KV read"),
+        Field("kv_write_bytes", "float", "of those, KV written"),
+        Field("transfer_bytes", "float", "of those, moved between host and device"),
         Field("fault", "str", "injected fault, if any"),
+    ),
+    "engine": (
+        Field("at_ns", "int", "the engine process started, or what follows changed", required=True),
+        Field("clock_id", "str", "the clock of every stamp of this engine", required=True),
+        Field("model", "str", "model served"),
+        Field("dtype", "str", "of weights and KV"),
+        Field("device", "str", "where the forward pass runs"),
+        Field("threads", "int", "host threads of the forward pass"),
+        Field("kv_blocks", "int", "blocks of the KV pool"),
+        Field("block_tokens", "int", "positions of a block"),
+        Field("max_batch", "int", "sequences in a step, at most"),
+        Field("policies", "labels", "the policy in each exchangeable place: order, admission, reservation, budget, …"),
+        Field("unit_prompt", "float", "service units of a prompt token"),
+        Field("unit_output", "float", "service units of an output token"),
+        Field("ceiling_flops_per_s", "float", "measured ceiling of matrix products; absent: not calibrated"),
+        Field("ceiling_weight_bytes_per_s", "float", "measured ceiling of reading weights; absent: not calibrated"),
+        Field("ceiling_kv_bytes_per_s", "float", "measured ceiling of reading and writing KV; absent: not calibrated"),
+        Field(
+            "ceiling_transfer_bytes_per_s", "float", "measured ceiling of host-device copies; absent: not calibrated"
+        ),
     ),
     "decision": (
         *_REQUEST,
@@ -166,6 +204,9 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("reason", "str", "why"),
         Field("predicted_first_token_ns", "int", "predicted stamp of the first token"),
         Field("slack_ns", "int", "deadline minus prediction"),
+        Field("feasible", "bool", "the plan meets the deadline; absent: it was not asked"),
+        Field("resource_safe", "bool", "the KV that it will create has room beside that of admitted work"),
+        Field("policy", "str", "the admission policy that decided"),
     ),
 }
 LIMIT_FIELDS = ("ttft_ns", "ttft_visible_ns", "itl_max_ns", "tpot_ns", "e2e_ns", "min_tokens")
@@ -186,14 +227,14 @@ def make(kind: str, **fields: Any) -> Record:
     return record
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_int64(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _fits(field: Field, value: object) -> bool:
     match field.type:
         case "int":
-            return _is_int(value) and -(2**63) <= value < 2**63  # type: ignore[operator]
+            return _is_int64(value)
         case "float":
             return isinstance(value, (int, float)) and not isinstance(value, bool)
         case "str":
@@ -201,13 +242,11 @@ def _fits(field: Field, value: object) -> bool:
         case "bool":
             return isinstance(value, bool)
         case "ints":
-            return isinstance(value, list) and all(_is_int(item) or item is None for item in value)
+            return isinstance(value, list) and all(item is None or _is_int64(item) for item in value)
         case "strs":
             return isinstance(value, list) and all(isinstance(item, str) or item is None for item in value)
         case "limits":
-            return isinstance(value, dict) and all(
-                k in LIMIT_FIELDS and _is_int(v) and -(2**63) <= v < 2**63 for k, v in value.items()
-            )
+            return isinstance(value, dict) and all(k in LIMIT_FIELDS and _is_int64(v) for k, v in value.items())
         case "labels":
             return isinstance(value, dict) and all(
                 isinstance(k, str) and isinstance(v, (str, int, float, bool)) for k, v in value.items()
@@ -268,3 +307,13 @@ def _check_meaning(kind: str, record: Mapping[str, Any]) -> None:
         for name in _SAME_LENGTH[kind]:
             if name in record and len(record[name]) != len(stamps):
                 raise RecordError(f"{kind}.{name}: {len(record[name])} values for {len(stamps)} events")
+    if kind == "step" and not counts_align(record):
+        raise RecordError(
+            f"step.prefill_token_counts: {len(record['prefill_token_counts'])} values for "
+            f"{len(record.get('prefill_ids', ()))} prefill_ids"
+        )
+
+
+def counts_align(step: Mapping[str, Any]) -> bool:
+    """Every request in prefill has its count, or none has."""
+    return "prefill_token_counts" not in step or len(step["prefill_token_counts"]) == len(step.get("prefill_ids", ()))

@@ -6,6 +6,7 @@ import pytest
 
 from sloscope import catalogue, contract
 from sloscope.errors import DashboardError
+from sloscope.exposition import MetricStore
 
 ROWS = catalogue.METRICS
 
@@ -51,3 +52,28 @@ def test_a_name_that_is_not_in_the_catalogue_is_refused() -> None:
 def test_the_reference_page_names_every_metric() -> None:
     page = catalogue.markdown()
     assert all(f"`{metric.name}`" in page for metric in ROWS)
+
+
+def test_a_value_that_is_not_known_yet_has_no_series_and_every_other_one_starts_at_zero() -> None:
+    store = MetricStore("server")
+    text = store.render().decode()
+    assert "\nsloscope_engine_kv_blocks_cached 0.0\n" in text
+    assert (
+        "\nsloscope_engine_ceiling_flops_per_second" not in text and "\nsloscope_engine_lengths_age_seconds" not in text
+    )
+    store.set("sloscope_engine_ceiling_flops_per_second", 250)
+    assert "\nsloscope_engine_ceiling_flops_per_second 250.0\n" in store.render().decode()
+
+
+def test_only_a_gauge_may_be_absent_since_a_counter_loses_the_increment_with_which_it_appears() -> None:
+    assert {metric.kind for metric in ROWS if metric.optional} == {"gauge"}
+
+
+def test_the_state_of_a_journal_is_exposed_by_every_process_that_writes_one() -> None:
+    shared = {metric.name for metric in catalogue.exposed_by("server")} & {
+        metric.name for metric in catalogue.exposed_by("sidecar")
+    }
+    assert shared == {
+        *(f"sloscope_journal_{name}" for name in ("records_total", "dropped_total", "bytes_total", "lag_seconds")),
+        "sloscope_tenant_overflow_total",
+    }
