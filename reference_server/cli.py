@@ -14,9 +14,11 @@ import typer
 import uvloop
 
 from reference_server.app import make_app, make_server
+from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine_process import EngineConfig
 from reference_server.front_end import FrontEnd
 from reference_server.model_store import resolve_model
+from reference_server.orders import ORDERS
 from sloscope import contract as contracts
 from sloscope.clock import SystemClock
 from sloscope.contract import Contract
@@ -26,6 +28,7 @@ from sloscope.output import message
 from sloscope.units import NS_PER_S, parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+POLICIES = "Policies"
 ENGINE_EXIT_S = 5.0
 MIN_CONTEXT = 16
 BACKLOG = 2048
@@ -44,11 +47,52 @@ def serve(
     max_context: int = typer.Option(0, min=0, help="Tokens of prompt and answer together; 0: what the model knows."),
     kv_blocks: int = typer.Option(0, min=0, help="KV blocks of the pool; 0: full context for the whole batch."),
     block_tokens: int = typer.Option(16, min=1, help="Tokens in a KV block."),
+    prefix_reuse: bool = typer.Option(False, "--prefix-reuse", help="Use the KV of an equal beginning again."),
     prefill_tokens: int = typer.Option(0, min=0, help="Prompt tokens run in one iteration; 0: whole prompts."),
+    prefill_slack: bool = typer.Option(
+        False,
+        "--prefill-slack",
+        help="As many prompt tokens as the gap limits of the running sequences leave time for; --prefill-tokens at most.",
+    ),
+    order: str = typer.Option("fcfs", help=f"Who is next: {', '.join(ORDERS)}.", rich_help_panel=POLICIES),
+    lanes: str = typer.Option(
+        "", help="Classes by priority, the most urgent first: 'interactive,batch'.", rich_help_panel=POLICIES
+    ),
+    lane_wait: str = typer.Option(
+        "10s", help="After so long a lower lane's next goes first.", rich_help_panel=POLICIES
+    ),
+    unit_prompt: float = typer.Option(1.0, min=0, help="Service units of a prompt token.", rich_help_panel=POLICIES),
+    unit_output: float = typer.Option(2.0, min=0, help="Service units of an output token.", rich_help_panel=POLICIES),
+    tenant_weights: str = typer.Option(
+        "", help="Shares of tenants for vtc and drr: 'gold=4,free=1'; others have 1.", rich_help_panel=POLICIES
+    ),
+    admission: str = typer.Option(
+        "none", help="none, or deadline: refuse with 429 what would come too late.", rich_help_panel=POLICIES
+    ),
+    reservation: str = typer.Option(
+        "full",
+        help="KV promised at admission: full (prompt and max_tokens), optimistic, or estimate (see --lengths).",
+        rich_help_panel=POLICIES,
+    ),
+    lengths: Path | None = typer.Option(
+        None,
+        help="Output lengths: the JSON of `sloscope query survival_curve`; read again when it is replaced.",
+        rich_help_panel=POLICIES,
+    ),
+    length_level: float = typer.Option(
+        0.9, min=0.01, max=0.999, help="Quantile of the remaining length to reserve.", rich_help_panel=POLICIES
+    ),
+    cost_model: Path | None = typer.Option(
+        None, help="Step times to begin with: what `sloscope model fit` writes.", rich_help_panel=POLICIES
+    ),
+    calibrate: bool = typer.Option(
+        False, "--calibrate", help="Measure the ceilings of this machine before serving, for the step_work question."
+    ),
     default_max_tokens: int = typer.Option(256, min=1, help="Answer length when the request does not say, tokens."),
     max_undelivered: int = typer.Option(
-        4096, min=1, help="Tokens computed and not written; beyond, the reader is cut."
+        256, min=1, help="Output tokens that a reader may be behind; then its sequence pauses."
     ),
+    slow_reader_after: str = typer.Option("30s", help="A paused reader that takes nothing for so long is cut off."),
     send_buffer: int = typer.Option(
         0, min=0, max=1 << 30, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
     ),
@@ -62,8 +106,25 @@ def serve(
     drain_ns = parse_duration_ns(drain, "--drain")
     if 0 < max_context < MIN_CONTEXT:
         raise ConfigError(f"--max-context: {max_context} tokens; accepted: 0, or {MIN_CONTEXT} and more")
+    slow_reader_ns = parse_duration_ns(slow_reader_after, "--slow-reader-after")
     resolve_model(model)
     promised = _contract(contract, goodput)
+    policies = PolicyChoice(
+        order=order,
+        lanes=_names(lanes, "--lanes"),
+        lane_wait_ns=parse_duration_ns(lane_wait, "--lane-wait"),
+        unit_prompt=unit_prompt,
+        unit_output=unit_output,
+        tenant_weights=_weights(tenant_weights),
+        admission=admission,
+        reservation=reservation,
+        lengths=str(lengths) if lengths is not None else "",
+        length_level=length_level,
+        prefill_tokens=prefill_tokens,
+        prefill_slack=prefill_slack,
+        cost_model=str(cost_model) if cost_model is not None else "",
+    )
+    assemble(policies)  # says what is wrong with them before anything starts
     # Listening starts when the engine is ready; the address is taken before anything else is started.
     sock = _bind(listen, send_buffer)
     clock = SystemClock()
@@ -75,7 +136,11 @@ def serve(
         kv_blocks=kv_blocks,
         block_tokens=block_tokens,
         max_waiting=max_waiting,
-        prefill_tokens=prefill_tokens,
+        max_undelivered=max_undelivered,
+        slow_reader_ns=slow_reader_ns,
+        prefix_reuse=prefix_reuse,
+        policies=policies,
+        calibrate=calibrate,
         threads=threads or max(1, len(os.sched_getaffinity(0)) - 1),
         dtype=dtype,
         device=device,
@@ -85,7 +150,6 @@ def serve(
         clock,
         promised,
         journal,
-        max_undelivered=max_undelivered,
         default_max_tokens=default_max_tokens,
         allow_faults=allow_faults,
     )
@@ -104,6 +168,27 @@ def _contract(path: Path | None, goodput: str | None) -> Contract | None:
     if path is not None:
         return contracts.load(path)
     return contracts.from_shorthand(goodput) if goodput is not None else None
+
+
+def _names(text: str, field: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if len(set(names)) < len(names) or not all(names):
+        raise ConfigError(f"{field}: {text!r}; accepted: different names, joined by commas")
+    return names
+
+
+def _weights(text: str) -> dict[str, float]:
+    weights = {}
+    for item in text.split(",") if text else ():
+        name, _, number = item.strip().partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not name or not 0 < weight < float("inf"):
+            raise ConfigError(f"--tenant-weights: {item.strip()!r}; accepted: TENANT=NUMBER above 0, joined by commas")
+        weights[name] = weight
+    return weights
 
 
 def _bind(listen: str, send_buffer: int) -> socket.socket:

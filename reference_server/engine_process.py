@@ -13,8 +13,10 @@ from pathlib import Path
 
 import orjson
 
+from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine, StepRunner
 from reference_server.kv_blocks import BlockPool
+from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, LinkClosedError
 from reference_server.model_store import resolve_model
 from reference_server.scheduler import Limits, Scheduler
@@ -23,6 +25,7 @@ from sloscope.clock import SystemClock
 from sloscope.errors import SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.units import NS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +38,23 @@ class EngineConfig:
     kv_blocks: int = 0  # 0: room for every slot at full context
     block_tokens: int = 16
     max_waiting: int = 1024
-    prefill_tokens: int = 0  # 0: whole prompts
+    max_undelivered: int = 256
+    slow_reader_ns: int = 30 * NS_PER_S
+    prefix_reuse: bool = False
+    policies: PolicyChoice = PolicyChoice()
+    calibrate: bool = False
     threads: int = 1
     dtype: str = "float32"
     device: str = "cpu"
     events: str = ""
-    seed: int = 0
 
     def to_json(self) -> str:
         return orjson.dumps(asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineConfig":
+        fields = orjson.loads(text)
+        return cls(**fields | {"policies": PolicyChoice(**fields["policies"])})
 
 
 def serve(link: EngineLink, config: EngineConfig) -> None:
@@ -55,23 +66,27 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     torch.set_num_threads(config.threads)
     source = resolve_model(config.model)
     checkpoint = load_checkpoint(source, DTYPES.get(config.dtype, torch.float32))
-    context = min(config.max_context or checkpoint.config.max_context, checkpoint.config.max_context)
-    runner = make_runner(checkpoint, config.slots, context, config.dtype, config.device)
+    model = checkpoint.config
+    context = min(config.max_context or model.max_context, model.max_context)
     blocks = config.kv_blocks or config.slots * -(-context // config.block_tokens)
+    runner = make_runner(checkpoint, blocks, config.block_tokens, context, config.dtype, config.device)
     clock = SystemClock()
     journal = JournalWriter(Path(config.events), "engine", clock, orjson.dumps) if config.events else None
-    limits = Limits(config.slots, context, config.max_waiting, config.prefill_tokens or None)
-    engine = Engine(
-        runner,
-        Scheduler(limits, BlockPool(blocks, config.block_tokens), checkpoint.config.eos_ids),
-        link,
-        MetricStore("server"),
-        journal,
-        clock,
-        checkpoint.config,
-        DTYPES[config.dtype].itemsize,
-    )
-    warm_up(runner)
+    parts = assemble(config.policies)
+    limits = Limits(config.slots, context, config.max_waiting, config.max_undelivered, config.slow_reader_ns)
+    pool = BlockPool(blocks, config.block_tokens, config.prefix_reuse)
+    scheduler = Scheduler(limits, pool, model.eos_ids, parts.policies)
+    ledger = Ledger(scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit)
+    engine = Engine(runner, scheduler, link, ledger, journal, clock, parts.cost, parts.lengths, config.policies.lanes)
+    warm_up(runner, config.block_tokens)
+    ceilings: dict[str, float] = {}
+    if config.calibrate:
+        from reference_server.ceilings import measure
+
+        ceilings = measure(runner.model)
+    policies = config.policies.names() | {"prefix_reuse": config.prefix_reuse}
+    identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings)
+    ledger.introduce(identity, clock.monotonic_ns(), clock.clock_id)
     spec = asdict(checkpoint.tokenizer)
     # What is alive now stays: a collection in mid-run would walk the whole model for nothing.
     gc.collect()
@@ -93,11 +108,11 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
             journal.close()
 
 
-def warm_up(runner: StepRunner) -> None:
+def warm_up(runner: StepRunner, block_tokens: int) -> None:
     """A prefill and a decode that nobody waits for: first uses of the kernels take a hundred times longer."""
-    runner.step([StepItem(slot=0, token_ids=[0, 0, 0], position0=0, sample=True)])
-    runner.step([StepItem(slot=0, token_ids=[0], position0=3, sample=True)])
-    runner.free(0)
+    table = list(range(-(-4 // block_tokens)))
+    runner.step([StepItem(table, [0, 0, 0], position0=0, sample=True)])
+    runner.step([StepItem(table, [0], position0=3, sample=True)])
 
 
 def main() -> None:
@@ -105,7 +120,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = EngineLink(socket.socket(fileno=int(sys.argv[1])))
     try:
-        serve(link, EngineConfig(**orjson.loads(sys.argv[2])))
+        serve(link, EngineConfig.from_json(sys.argv[2]))
     except LinkClosedError:
         pass  # the usual end
     except SloscopeError as error:

@@ -11,8 +11,11 @@ import pytest
 
 from reference_server.engine import Engine
 from reference_server.kv_blocks import BlockPool
+from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, FrameBuffer, LinkClosedError, Message, encode
-from reference_server.scheduler import Limits, Scheduler
+from reference_server.policies import Judgement, Optimistic, View
+from reference_server.request import Request
+from reference_server.scheduler import Limits, Policies, Scheduler
 from sloscope import records
 from sloscope.clock import SystemClock
 from sloscope.exposition import MetricStore
@@ -23,23 +26,25 @@ from tests.reference_server.tiny_runner import EOS, TinyRunner
 
 
 class Bench:
-    def __init__(self, events: Path, slots: int = 2, blocks: int = 64, **limits: Any) -> None:
+    def __init__(
+        self,
+        events: Path,
+        slots: int = 2,
+        blocks: int = 64,
+        policies: Policies | None = None,
+        prefix_reuse: bool = False,
+        **limits: Any,
+    ) -> None:
         ours, self.front = socket.socketpair()
         self.front.setblocking(False)
         self.events = events
-        self.runner = TinyRunner(slots, 64)
+        self.runner = TinyRunner(blocks, 4, 64)
         self.metrics = MetricStore("server")
         self.journal = JournalWriter(events, "engine", SystemClock())
         self.link_socket = ours
-        self.engine = Engine(
-            self.runner,
-            Scheduler(Limits(slots, 64, **limits), BlockPool(blocks, 4), [EOS]),
-            EngineLink(ours),
-            self.metrics,
-            self.journal,
-            SystemClock(),
-            CONFIG,
-        )
+        scheduler = Scheduler(Limits(slots, 64, **limits), BlockPool(blocks, 4, prefix_reuse), [EOS], policies)
+        self.ledger = Ledger(scheduler, self.metrics, self.journal, CONFIG)
+        self.engine = Engine(self.runner, scheduler, EngineLink(ours), self.ledger, self.journal, SystemClock())
         self._frames = FrameBuffer()
 
     def new(self, prompt: int = 3, max_tokens: int = 4, **more: Any) -> str:
@@ -48,7 +53,8 @@ class Bench:
             {
                 "op": "new", "key": key, "prompt": list(range(10, 10 + prompt)), "max_tokens": max_tokens,
                 "stop_after": None, "temperature": 0.0, "top_p": 1.0, "seed": 0, "mask_eos": False, "tenant": "",
-                "arrived_ns": time.monotonic_ns(), "fault": "",
+                "arrived_ns": time.monotonic_ns(), "fault": "", "request_class": "", "streaming": True,
+                "ttft_limit_ns": None, "itl_max_limit_ns": None,
             } | more
         )  # fmt: skip
         return key
@@ -146,7 +152,7 @@ def test_an_abort_acts_at_the_next_boundary_and_frees_the_kv(bench: Bench, turns
     steps = bench.runner.steps
     bench.turn(2)
     assert bench.runner.steps == steps, "no step ran for it any more"
-    assert bench.runner.held == [0, 0] and bench.engine.scheduler.pool.free == 64
+    assert bench.engine.scheduler.pool.free == 64
     (late,) = bench.records("late")
     assert late["request_id"] == key and asked_ns <= late["abort_seen_ns"] <= late["kv_freed_ns"]
     assert bench.records("state")[-1]["to_state"] == "CANCELLED"
@@ -177,7 +183,7 @@ def test_an_answer_that_ends_in_its_text_is_finished(bench: Bench) -> None:
     bench.turn()
     bench.tell({"op": "finish", "key": key})
     assert bench.turn() == []
-    assert bench.records("state")[-1]["to_state"] == "FINISHED" and bench.runner.held == [0, 0]
+    assert bench.records("state")[-1]["to_state"] == "FINISHED" and bench.engine.scheduler.pool.free == 64
 
 
 def test_a_refusal_says_why_and_whether_to_ask_again(tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def test_an_error_asked_for_ends_the_request_after_that_many_tokens(bench: Bench
     key = bench.new(max_tokens=9, fault="error@2")
     messages = bench.turn(4)
     assert [m["op"] for m in messages] == ["accepted", "tokens", "tokens", "error"]
-    assert messages[-1]["key"] == key and bench.runner.held == [0, 0]
+    assert messages[-1]["key"] == key and bench.engine.scheduler.pool.free == 64
     assert bench.records("state")[-1]["reason"] == "fault"
 
 
@@ -262,7 +268,7 @@ def test_gauges_return_to_the_baseline_when_everything_is_aborted(bench: Bench) 
     bench.turn()
     after = _samples(bench.metrics.render().decode())
     gauges = [name for name in before if "kv_blocks" in name or "engine_requests{" in name or "oldest" in name]
-    assert len(gauges) == 3 + 5 + 1
+    assert len(gauges) == 3 + 2 + 5 + 1
     assert {name: after[name] for name in gauges} == {name: before[name] for name in gauges}
     assert after["sloscope_engine_cancel_cleanup_seconds_count"] == 5
 
@@ -282,3 +288,116 @@ def test_the_engine_ends_when_the_front_end_is_gone(bench: Bench) -> None:
     bench.front.close()
     with pytest.raises(LinkClosedError):
         bench.engine.run()
+
+
+def test_a_reader_that_is_behind_pauses_and_goes_on_when_it_has_read(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_undelivered=2)
+    slow, other = bench.new(max_tokens=4), bench.new(max_tokens=4, streaming=False)
+    rows = [row[:2] for m in bench.turn(4) if m["op"] == "tokens" for row in m["rows"]]
+    assert rows == [[slow, 103], [other, 103], [slow, 104], [other, 104], [other, 105], [other, 106]]
+    bench.turn()
+    assert bench.records("step")[-1]["paused_ids"] == [slow]
+    bench.tell({"op": "drain"})
+    bench.turn()
+    m = _samples(bench.metrics.render().decode())
+    # 3 of the prompt and 1 token: 1 block of 4.
+    assert m["sloscope_engine_kv_blocks_paused"] == 1 and m['sloscope_engine_requests{state="PAUSED"}'] == 1
+    bench.tell({"op": "delivered", "rows": [[slow, 2]]})
+    assert [row[:3] for row in bench.turn()[0]["rows"]] == [[slow, 105, ""]]
+    bench.turn()
+    reasons = [s["reason"] for s in bench.records("state") if s["request_id"] == slow]
+    assert reasons == ["arrived", "admitted", "first_token", "flow_control", "caught_up", "length"]
+    m = _samples(bench.metrics.render().decode())
+    assert m['sloscope_engine_pauses_total{reason="flow_control"}'] == 1
+    assert m['sloscope_engine_pause_seconds_count{end="resumed"}'] == 1
+    bench.close()
+
+
+def test_a_reader_that_takes_nothing_is_cut_off_and_the_front_end_is_told(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_undelivered=1, slow_reader_ns=20_000_000)
+    key = bench.new(max_tokens=9)
+    bench.turn(2)
+    time.sleep(0.03)
+    assert bench.turn() == [{"op": "cut", "key": key, "reason": "slow_reader"}]
+    assert bench.records("state")[-1]["reason"] == "slow_reader" and bench.engine.scheduler.pool.free == 64
+    m = _samples(bench.metrics.render().decode())
+    assert m['sloscope_engine_pause_seconds_count{end="slow_reader"}'] == 1
+    bench.close()
+
+
+def test_a_preemption_is_recorded_with_the_step_after_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, blocks=6, policies=Policies(reservation=Optimistic()))
+    a, b = bench.new(prompt=4, max_tokens=12), bench.new(prompt=4, max_tokens=12)
+    bench.turn(40)
+    assert [s["preempted_ids"] for s in bench.records("step") if "preempted_ids" in s] == [[b]]
+    m = _samples(bench.metrics.render().decode())
+    assert m["sloscope_engine_preemptions_total"] == 1
+    # Both were served 4 prompt and 12 output tokens: 4 + 24 each. What b ran again is not service.
+    assert m['sloscope_engine_service_units_total{tenant=""}'] == 56 and a
+    bench.close()
+
+
+def test_a_reused_prefix_is_recorded_and_not_charged(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, prefix_reuse=True)
+    bench.new(prompt=9, max_tokens=2)
+    bench.turn()
+    bench.new(prompt=9, max_tokens=2)
+    bench.turn(3)
+    assert [s.get("reused_tokens") for s in bench.records("step")] == [None, 8, None]
+    m = _samples(bench.metrics.render().decode())
+    assert m["sloscope_engine_prefix_reused_tokens_total"] == 8
+    assert m['sloscope_engine_service_units_total{tenant=""}'] == 9 + 1 + 2 * 4
+    bench.close()
+
+
+class Fickle:
+    """Lets everybody wait, and refuses who has waited for two judgements."""
+
+    late_refusals = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def judge(self, request: Request, view: View, now_ns: int) -> Judgement:
+        self.asked += 1
+        if self.asked > 3:
+            return Judgement("refuse", "deadline", now_ns, -1, False, True, retry_after_s=7)
+        return Judgement("queue", "not_yet", now_ns + 5, 4, True, False)
+
+    def observe_step(self, plan: object, duration_ns: int) -> None:
+        pass
+
+
+def test_where_admission_may_refuse_late_nobody_is_told_that_he_is_accepted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, policies=Policies(admission=Fickle()))
+    key = bench.new()
+    assert bench.turn(2) == []
+    (refused,) = bench.turn()
+    assert (refused["op"], refused["retry"], refused["retry_after_s"]) == ("refused", True, 7)
+    decisions = bench.records("decision")
+    assert [(d["verdict"], d["reason"]) for d in decisions] == [("queue", "not_yet"), ("refuse", "deadline")]
+    assert decisions[0]["feasible"] and not decisions[0]["resource_safe"] and decisions[0]["slack_ns"] == 4
+    assert {d["policy"] for d in decisions} == {"Fickle"} and decisions[0]["request_id"] == key
+    bench.close()
+
+
+def test_an_engine_says_once_what_it_is_and_what_was_measured(bench: Bench) -> None:
+    ceilings = {"ceiling_flops_per_s": 5e10, "ceiling_kv_bytes_per_s": 2e9}
+    bench.ledger.introduce(Identity("m", "float32", "cpu", 1, {"order": "fcfs"}, ceilings), 1, "host:x:y")
+    (record,) = bench.records("engine")
+    assert record["ceiling_flops_per_s"] == 5e10 and record["policies"] == {"order": "fcfs"}
+    assert (record["kv_blocks"], record["block_tokens"], record["max_batch"]) == (64, 4, 2)
+    m = _samples(bench.metrics.render().decode())
+    assert m['sloscope_engine_ceiling_bytes_per_second{part="kv"}'] == 2e9
+    assert not any('part="weights"' in name and "ceiling" in name for name in m)
+
+
+def test_the_journal_is_counted(bench: Bench) -> None:
+    bench.new(max_tokens=1)
+    bench.turn()
+    bench.tell({"op": "drain"})
+    bench.turn()
+    m = _samples(bench.metrics.render().decode())
+    written = sum(len(bench.records(kind)) for kind in ("state", "decision", "step"))
+    assert m['sloscope_journal_records_total{observer="engine"}'] == written
+    assert m['sloscope_journal_dropped_total{observer="engine"}'] == 0

@@ -1,0 +1,104 @@
+"""From what the command line says to the policies of a scheduler: the one place where they are put together."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from reference_server.cost_model import CostModel, OnlineFit
+from reference_server.fairness import ServiceUnit
+from reference_server.orders import OrderOptions, make_order
+from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
+from reference_server.prefill_budget import DecodeSlack, Static
+from reference_server.remaining import EstimatedReservation, Lengths
+from reference_server.remaining_file import LengthFile
+from reference_server.scheduler import Policies
+from sloscope.errors import ConfigError
+from sloscope.units import NS_PER_S
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChoice:
+    """Plain data. `prefill_tokens` 0: whole prompts. Paths are text, empty for none."""
+
+    order: str = "fcfs"
+    lanes: tuple[str, ...] = ()
+    lane_wait_ns: int = 10 * NS_PER_S
+    unit_prompt: float = 1.0
+    unit_output: float = 2.0
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    admission: str = "none"
+    reservation: str = "full"
+    lengths: str = ""
+    length_level: float = 0.9
+    prefill_tokens: int = 0
+    prefill_slack: bool = False
+    cost_model: str = ""
+
+    def names(self) -> dict[str, str]:
+        """For the journal."""
+        chunk = str(self.prefill_tokens) if self.prefill_tokens else "whole"
+        return {
+            "order": self.order,
+            "lanes": ",".join(self.lanes),
+            "admission": self.admission,
+            "reservation": self.reservation,
+            "prefill": f"slack, at most {chunk}" if self.prefill_slack else chunk,
+        }
+
+
+class Parts(NamedTuple):
+    policies: Policies
+    unit: ServiceUnit
+    cost: OnlineFit
+    lengths: LengthFile | None
+
+
+def assemble(choice: PolicyChoice) -> Parts:
+    """ConfigError for what cannot be."""
+    unit = ServiceUnit(choice.unit_prompt, choice.unit_output)
+    options = OrderOptions(unit, choice.tenant_weights, starvation_ns=choice.lane_wait_ns if choice.lanes else None)
+    cost = OnlineFit(_cost_model(choice.cost_model))
+    lengths = Lengths()
+    file = LengthFile(Path(choice.lengths), lengths) if choice.lengths else None
+    budget = _budget(choice, cost)
+    policies = Policies(
+        make_order(choice.order, options),
+        _one_of("--admission", choice.admission, {
+            "none": AdmitAll,
+            "deadline": lambda: DeadlineAdmission(lambda: cost.model, lengths, budget),
+        }),
+        _one_of("--reservation", choice.reservation, {
+            "full": Full,
+            "optimistic": Optimistic,
+            "estimate": lambda: EstimatedReservation(lengths, choice.length_level),
+        }),
+        budget,
+    )  # fmt: skip
+    if choice.reservation == "estimate" and file is None:
+        raise ConfigError("--reservation: 'estimate' needs lengths; accepted: together with --lengths FILE")
+    return Parts(policies, unit, cost, file)
+
+
+def _budget(choice: PolicyChoice, cost: OnlineFit) -> PrefillBudget:
+    most = choice.prefill_tokens or None
+    if not choice.prefill_slack:
+        return Static(most)
+    return DecodeSlack(lambda: cost.model, maximum=most, minimum=min(16, most or 16))
+
+
+def _cost_model(path: str) -> CostModel | None:
+    if not path:
+        return None
+    try:
+        return CostModel.from_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--cost-model: {path!r}: {error}; accepted: what `sloscope model fit --out` writes") from None
+
+
+def _one_of(flag: str, name: str, makers: Mapping[str, Callable[[], T]]) -> T:
+    if name not in makers:
+        raise ConfigError(f"{flag}: {name!r}; accepted: {', '.join(makers)}")
+    return makers[name]()
