@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.fairness import ServiceUnit
 from reference_server.orders import OrderOptions, make_order
-from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
+from reference_server.policies import AdmitAll, Full, Optimistic, PrefillBudget
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
@@ -95,7 +96,9 @@ def _cost_model(path: str) -> CostModel | None:
     try:
         return CostModel.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--cost-model: {path!r}: {error}; accepted: what `sloscope model fit --out` writes") from None
+        raise ConfigError(
+            f"--cost-model: {path!r}: {error}; accepted: what `sloscope model fit --out` writes"
+        ) from None
 
 
 def _one_of(flag: str, name: str, makers: Mapping[str, Callable[[], T]]) -> T:

@@ -52,7 +52,7 @@ def serve(
     prefill_slack: bool = typer.Option(
         False,
         "--prefill-slack",
-        help="As many prompt tokens as the gap limits of the running sequences leave time for; --prefill-tokens at most.",
+        help="As many prompt tokens as the gap limits of running sequences leave time for; at most --prefill-tokens.",
     ),
     order: str = typer.Option("fcfs", help=f"Who is next: {', '.join(ORDERS)}.", rich_help_panel=POLICIES),
     lanes: str = typer.Option(

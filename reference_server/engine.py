@@ -18,7 +18,7 @@ from reference_server.scheduler import Emitted, Refusal, Scheduler, StepPlan, re
 from reference_server.step_types import SamplingParams, StepItem, StepResult
 from sloscope.clock import Clock
 from sloscope.journal import JournalWriter
-from sloscope.output import message
+from sloscope.output import message as say
 from sloscope.units import NS_PER_S, format_ns
 
 DRAIN_EVERY_NS = NS_PER_S
@@ -54,6 +54,7 @@ class Engine:
         self._cost = cost or OnlineFit()
         self._lengths = lengths
         self._lanes = {name: lane for lane, name in enumerate(lanes)}
+        self._late_refusals = scheduler.policies.admission.late_refusals
         self._step_id = 0
         self._stall_next_ns = 0
         self._drained_ns = 0
@@ -82,7 +83,7 @@ class Engine:
         for message in messages:
             match message["op"]:
                 case "new":
-                    if self._submit(message) and not self.scheduler.policies.admission.late_refusals:
+                    if self._submit(message) and not self._late_refusals:
                         accepted.append(message["key"])
                 case "abort":
                     self._abort(message["key"], message["reason"])
@@ -152,7 +153,9 @@ class Engine:
         self._step_id += 1
         fault = self._delay(plan)
         result = self._runner.step(plan.items)
-        before_ns = [request.last_token_ns for request, item in zip(plan.requests, plan.items, strict=True) if item.sample]
+        before_ns = [
+            request.last_token_ns for request, item in zip(plan.requests, plan.items, strict=True) if item.sample
+        ]
         emitted = self.scheduler.apply(plan, result.token_ids, result.end_ns)
         self._hand_over(emitted, result.end_ns)
         self._settle(result.end_ns)
@@ -213,14 +216,13 @@ class Engine:
                 self._link.send({"op": "cut", "key": request.key, "reason": reason})
             elif before is State.WAITING and after is State.REJECTED:
                 self._refuse(request.key, refusal_of(reason, request.retry_after_s))
-            elif before is State.WAITING and after is State.PREFILL:
-                if self.scheduler.policies.admission.late_refusals:
-                    self._link.send({"op": "accepted", "keys": [request.key]})
+            elif before is State.WAITING and after is State.PREFILL and self._late_refusals:
+                self._link.send({"op": "accepted", "keys": [request.key]})
 
     def _send_metrics(self) -> None:
         now_ns = self._clock.monotonic_ns()
         if self._lengths is not None and self._lengths.refresh(now_ns) and self._lengths.problem:
-            message(f"warning: {self._lengths.problem}")
+            say(f"warning: {self._lengths.problem}")
         self._ledger.gauges(now_ns, self._cost.error(), self._lengths_age_ns())
         self._link.send({"op": "metrics", "payload": self._ledger.metrics.drain().decode()})
         self._drained_ns = now_ns

@@ -8,7 +8,7 @@ import gc
 import signal
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import orjson
@@ -41,7 +41,7 @@ class EngineConfig:
     max_undelivered: int = 256
     slow_reader_ns: int = 30 * NS_PER_S
     prefix_reuse: bool = False
-    policies: PolicyChoice = PolicyChoice()
+    policies: PolicyChoice = field(default_factory=PolicyChoice)
     calibrate: bool = False
     threads: int = 1
     dtype: str = "float32"

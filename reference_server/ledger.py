@@ -103,7 +103,9 @@ class Ledger:
             self.metrics.set("sloscope_engine_ceiling_flops_per_second", flops)
         for part in ("weight", "kv", "transfer"):
             if (rate := ceilings.get(f"ceiling_{part}_bytes_per_s")) is not None:
-                self.metrics.set("sloscope_engine_ceiling_bytes_per_second", rate, ("weights" if part == "weight" else part,))
+                self.metrics.set(
+                    "sloscope_engine_ceiling_bytes_per_second", rate, ("weights" if part == "weight" else part,)
+                )
 
     def append(self, kind: str, **fields: Any) -> None:
         if self._journal is not None:

@@ -14,7 +14,7 @@ from reference_server.work import attended_pairs
 class Static:
     """The same bound in every step; None: whole prompts."""
 
-    def __init__(self, prefill_tokens: int | None) -> None:
+    def __init__(self, prefill_tokens: int | None = None) -> None:
         assert prefill_tokens is None or prefill_tokens >= 1
         self.prefill_tokens = prefill_tokens
 

@@ -1,12 +1,13 @@
 """Who runs in the next iteration. Pure: no torch, no clock, no socket, so that a simulator runs the same code.
 
 Between two iterations the engine tells what happened (`submit`, `cancel`, `finish`, `delivered`), then asks for a
-`plan`, runs it, and hands the tokens to `apply`. The batch is decided anew every time. Everything that changed is kept as
-`Transition`s and `Decision`s until taken, for the journal.
+`plan`, runs it, and hands the tokens to `apply`. The batch is decided anew every time. Everything that changed is kept
+as `Transition`s and `Decision`s until taken, for the journal.
 
-What may be exchanged stands in `policies`: the order of the queue, admission, how much KV is promised, how long a prefill
-chunk may be. What may not is kept here: legal states, slots, KV that balances, one end for every request, and progress.
-Requests are ranked by their first admission; the pool takes KV back from the last of them, so the first always gets on.
+What may be exchanged stands in `policies`: the order of the queue, admission, how much KV is promised, how long a
+prefill chunk may be. What may not is kept here: legal states, slots, KV that balances, one end for every request, and
+progress. Requests are ranked by their first admission; the pool takes KV back from the last of them, so the first
+always gets on.
 """
 
 from collections import Counter
@@ -73,15 +74,16 @@ class Policies:
     order: QueueOrder = field(default_factory=Fcfs)
     admission: Admission = field(default_factory=AdmitAll)
     reservation: Reservation = field(default_factory=Full)
-    budget: PrefillBudget = Static(None)
+    budget: PrefillBudget = field(default_factory=Static)
 
 
 @dataclass(slots=True)
 class StepPlan:
     """The batch of one iteration: `items[i]` runs `requests[i]`. Decodes first.
 
-    `fresh[i]`: prompt tokens of the item that were never run before, which is what service is counted in. `token_budget`:
-    prompt tokens that this iteration was allowed. `reused`: prompt tokens whose KV was found at this boundary.
+    `fresh[i]`: prompt tokens of the item that were never run before, which is what service is counted in.
+    `token_budget`: prompt tokens that this iteration was allowed. `reused`: prompt tokens whose KV was found at this
+    boundary.
     """
 
     requests: list[Request] = field(default_factory=list)

@@ -398,6 +398,6 @@ def test_the_journal_is_counted(bench: Bench) -> None:
     bench.tell({"op": "drain"})
     bench.turn()
     m = _samples(bench.metrics.render().decode())
-    written = sum(len(bench.records(kind)) for kind in ("state", "decision", "step"))
+    written = sum(len(bench.records(kind)) for kind in ("clock", "state", "decision", "step"))
     assert m['sloscope_journal_records_total{observer="engine"}'] == written
     assert m['sloscope_journal_dropped_total{observer="engine"}'] == 0
