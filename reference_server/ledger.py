@@ -34,7 +34,7 @@ class Identity(NamedTuple):
     dtype: str
     device: str
     threads: int
-    policies: Mapping[str, str]
+    policies: Mapping[str, str | bool]
     ceilings: Mapping[str, float]
 
 

@@ -50,6 +50,11 @@ class LengthFile:
         self.problem = None
         return True
 
+    @property
+    def written_at_ns(self) -> int:
+        """Wall time of the file that was looked at last."""
+        return self._seen[0] if self._seen else 0
+
     def _signature(self) -> _Signature:
         stat = self.path.stat()
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
