@@ -172,7 +172,7 @@ def first_tokens_late() -> Any:
 def cost_error() -> Any:
     return style.lines(
         "Error of the step cost model",
-        "Predicted step time against the real one, relative, at quantiles of recent steps. No slack is surer than this.",
+        "Predicted step time against the real one, relative, at quantiles of recent steps. No slack is surer.",
         "percentunit",
         [style.query(promql.highest(promql.engine("cost_error_ratio"), ("q",)), "quantile {{q}}")],
         no_value="no cost model",

@@ -8,6 +8,8 @@ leaves the old state, and its files are removed by the next one.
 """
 
 import gc
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -259,8 +261,8 @@ def _by_day(requests: Iterable[Request]) -> list[tuple[date, list[Row]]]:
 class _EventRows:
     """Rows of the tables that hold one row a record."""
 
-    KINDS = ("step", "state", "decision")
-    _OF_STEP = tuple(c.name for c in tables.STEPS)
+    KINDS = ("step", "state", "decision", "engine")
+    _ROLES = ("prefill", "decode", "preempted", "paused")
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, date], list[dict[str, Any]]] = {}
@@ -272,10 +274,15 @@ class _EventRows:
         day = datetime.fromtimestamp(wall // NS_PER_S, UTC).date()
         row = record | {"engine_id": writer_of(Path(line.journal)), "clock_id": line.clock_id}
         if kind != "step":
-            row.setdefault("attempt", 0)
+            row["place"] = line.start
+            if kind == "engine":
+                row["started_at_ns"] = wall
+                row["policies"] = json.dumps(record["policies"], sort_keys=True) if "policies" in record else None
+            else:
+                row.setdefault("attempt", 0)
             self._rows.setdefault((f"{kind}s", day), []).append(row)
             return
-        roles = {role: record.get(f"{role}_ids", ()) for role in ("prefill", "decode", "preempted")}
+        roles = {role: record.get(f"{role}_ids", ()) for role in self._ROLES}
         before = last_step.get(line.writer)
         last_step[line.writer] = record["end_ns"]
         row |= {
@@ -283,24 +290,28 @@ class _EventRows:
             "decode_requests": len(roles["decode"]) if "decode_ids" in record else None,
             "prefill_requests": len(roles["prefill"]) if "prefill_ids" in record else None,
             "preempted": len(roles["preempted"]) if "preempted_ids" in record else None,
+            "paused": len(roles["paused"]) if "paused_ids" in record else None,
             "gap_before_ns": None if before is None else record["start_ns"] - before,
         }
         self._rows.setdefault(("steps", day), []).append(row)
         took_part = self._rows.setdefault(("step_requests", day), [])
+        step = {name: row[name] for name in ("step_id", "engine_id", "clock_id")}
         for role, ids in roles.items():
-            for request_id in ids:
-                took_part.append(
-                    {**_of(row, "step_id", "engine_id", "clock_id"), "request_id": request_id, "role": role}
-                )
+            counts = record.get("prefill_token_counts") if role == "prefill" else None
+            for request_id, tokens in zip(ids, counts or itertools.repeat(None), strict=False):
+                took_part.append({**step, "request_id": request_id, "role": role, "tokens": tokens})
 
     def write(self, parts: Parts) -> None:
         for (table, day), rows in sorted(self._rows.items()):
             if rows:
                 schema = arrow_schema(table)
-                arrays = [pa.array([row.get(f.name) for row in rows], f.type) for f in schema]
+                arrays = [_column([row.get(f.name) for row in rows], f.type) for f in schema]
                 parts.append(table, day, pa.table(arrays, schema=schema))
         self._rows = {}
 
 
-def _of(row: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: row[name] for name in names}
+def _column(values: list[Any], type_: pa.DataType) -> pa.Array:
+    """A float may be written as an integer, of which Arrow takes none that it would have to round."""
+    if type_ == pa.float64():
+        values = [None if value is None else float(value) for value in values]
+    return pa.array(values, type_)

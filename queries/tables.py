@@ -188,6 +188,9 @@ LATE_GAPS: tuple[Column, ...] = (
 
 ENGINE_ID = "the engine process: its journal's name without the sequence number, boot-pid-start"
 
+# All that happens at a boundary bears its stamp.
+_PLACE = Column("place", "BIGINT", "byte of the record in its journal file: the order of what has one stamp")
+
 STEPS: tuple[Column, ...] = (
     Column("step_id", "BIGINT", "iteration number of its engine process, from 1 in each"),
     Column("engine_id", "VARCHAR", ENGINE_ID),
@@ -200,17 +203,34 @@ STEPS: tuple[Column, ...] = (
         ("device_ns", "duration of the forward pass alone"),
         ("prefill_tokens", "prompt tokens run"),
         ("decode_tokens", "decode tokens run"),
+        ("kv_read_tokens", "positions attended, summed over sequences"),
+        ("sampled_tokens", "tokens drawn: decodes and the prompts that ended"),
+        ("reused_tokens", "prompt tokens taken from the prefix cache at this boundary instead of run"),
+        ("token_budget", "prefill tokens allowed; NULL: no bound, or not recorded"),
         ("decode_requests", "requests in decode"),
         ("prefill_requests", "requests in prefill"),
         ("kv_blocks_resident", "blocks that hold tokens"),
         ("kv_blocks_reserved", "blocks promised to admitted work"),
         ("kv_blocks_free", "blocks neither resident nor reserved"),
+        ("kv_blocks_cached", "the part of the free blocks that still holds a prefix which can be reused"),
         ("preempted", "requests preempted at this boundary"),
+        ("paused", "requests left out by flow control"),
         ("gap_before_ns", "start minus the end of the same process's step before; NULL at its first"),
     ),
     Column("fault", "VARCHAR", "injected fault, if any"),
-    Column("modelled_flops", "DOUBLE", "FLOPs from the model's shape"),
-    Column("modelled_bytes", "DOUBLE", "bytes moved, from the model's shape"),
+    *_columns(
+        "DOUBLE",
+        ("modelled_flops", "FLOPs from the model's shape"),
+        ("prefill_linear_flops", "of those, matrix products with weights for prompt tokens"),
+        ("prefill_attention_flops", "of those, scores and values for prompt tokens"),
+        ("decode_linear_flops", "of those, matrix products with weights for decode tokens"),
+        ("decode_attention_flops", "of those, scores and values for decode tokens"),
+        ("modelled_bytes", "bytes moved, from the model's shape"),
+        ("weight_bytes", "of those, weights read"),
+        ("kv_read_bytes", "of those, KV read"),
+        ("kv_write_bytes", "of those, KV written"),
+        ("transfer_bytes", "of those, moved between host and device"),
+    ),
 )
 
 STEP_REQUESTS: tuple[Column, ...] = (
@@ -218,7 +238,36 @@ STEP_REQUESTS: tuple[Column, ...] = (
     Column("engine_id", "VARCHAR", ENGINE_ID),
     Column("clock_id", "VARCHAR", "the step's clock"),
     Column("request_id", "VARCHAR", "a request that took part"),
-    Column("role", "VARCHAR", "prefill, decode or preempted"),
+    Column("role", "VARCHAR", "prefill, decode, preempted, or paused by flow control"),
+    Column("tokens", "BIGINT", "prompt tokens of it that the step ran; NULL in another role, or not recorded"),
+)
+
+ENGINES: tuple[Column, ...] = (
+    Column("engine_id", "VARCHAR", ENGINE_ID),
+    Column("clock_id", "VARCHAR", "the clock of its stamps"),
+    Column("at_ns", "BIGINT", "from here on: the process started, or something below changed"),
+    Column("started_at_ns", "BIGINT", "wall time of the same"),
+    Column("model", "VARCHAR", "model served"),
+    Column("dtype", "VARCHAR", "of weights and KV"),
+    Column("device", "VARCHAR", "where the forward pass runs"),
+    *_columns(
+        "BIGINT",
+        ("threads", "host threads of the forward pass"),
+        ("kv_blocks", "blocks of the KV pool"),
+        ("block_tokens", "positions of a block"),
+        ("max_batch", "sequences in a step, at most"),
+    ),
+    Column("policies", "VARCHAR", "the policy in each exchangeable place, a JSON object"),
+    *_columns(
+        "DOUBLE",
+        ("unit_prompt", "service units of a prompt token"),
+        ("unit_output", "service units of an output token"),
+        ("ceiling_flops_per_s", "measured ceiling of matrix products; NULL: not calibrated"),
+        ("ceiling_weight_bytes_per_s", "measured ceiling of reading weights; NULL: not calibrated"),
+        ("ceiling_kv_bytes_per_s", "measured ceiling of reading and writing KV; NULL: not calibrated"),
+        ("ceiling_transfer_bytes_per_s", "measured ceiling of host-device copies; NULL: not calibrated"),
+    ),
+    _PLACE,
 )
 
 STATES: tuple[Column, ...] = (
@@ -229,6 +278,7 @@ STATES: tuple[Column, ...] = (
     Column("from_state", "VARCHAR", "state before; NULL at arrival"),
     Column("to_state", "VARCHAR", "state after"),
     Column("reason", "VARCHAR", "why"),
+    _PLACE,
 )
 
 DECISIONS: tuple[Column, ...] = (
@@ -241,6 +291,10 @@ DECISIONS: tuple[Column, ...] = (
     Column("reason", "VARCHAR", "why"),
     Column("predicted_first_token_ns", "BIGINT", "predicted stamp of the first token"),
     Column("slack_ns", "BIGINT", "deadline minus prediction"),
+    Column("feasible", "BOOLEAN", "the plan meets the deadline; NULL: it was not asked"),
+    Column("resource_safe", "BOOLEAN", "the KV that it will create has room beside that of admitted work"),
+    Column("policy", "VARCHAR", "the admission policy that decided"),
+    _PLACE,
 )
 
 # Compaction's own: which journal lines a row was made from, so that a late fact can remake it.
@@ -260,6 +314,7 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "step_requests": STEP_REQUESTS,
     "states": STATES,
     "decisions": DECISIONS,
+    "engines": ENGINES,
 }
 # In the files alone: the columns above are derived from them, and they are small numbers where stamps are large.
 STORED_ONLY: dict[str, tuple[Column, ...]] = {
@@ -270,7 +325,7 @@ STORED_ONLY: dict[str, tuple[Column, ...]] = {
     ),
 }
 PER_REQUEST = ("requests", "chunks", "late_gaps", "sources")  # written and rewritten together, part by part
-PER_EVENT = ("steps", "step_requests", "states", "decisions")  # appended only
+PER_EVENT = ("steps", "step_requests", "states", "decisions", "engines")  # appended only
 
 
 def columns(table: str) -> tuple[Column, ...]:

@@ -41,5 +41,5 @@ def test_every_column_of_every_table_is_named() -> None:
     of_each_observer = {column.name for column in tables.OBSERVER_COLUMNS}
     assert missing({f"O_{name}" for name in of_each_observer}, PAGE) == []
     of_one = {f"{o}_{name}" for o in ("client", "sidecar", "engine") for name in of_each_observer}
-    for table in ("requests", "chunks", "late_gaps", "steps", "step_requests", "states"):
+    for table in ("requests", "chunks", "late_gaps", "steps", "step_requests", "states", "engines"):
         assert missing({column.name for column in tables.columns(table)} - of_one, PAGE) == [], table

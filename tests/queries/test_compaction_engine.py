@@ -1,5 +1,6 @@
 """Attempts of one request, and the engine's own tables."""
 
+import itertools
 from pathlib import Path
 
 from queries.compaction import compact
@@ -46,8 +47,10 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
         engine.write(records.make("step", step_id=7, start_ns=5 * MS, end_ns=9 * MS, **step))
         engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, preempted_ids=[new_id(2)]))
         engine.write(records.make("state", request_id=new_id(1), at_ns=6, from_state="DECODE", to_state="PREEMPTED"))
-        said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4}
-        engine.write(records.make("decision", request_id=new_id(1), at_ns=5, **said))
+        said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4, "feasible": False}
+        engine.write(
+            records.make("decision", request_id=new_id(1), at_ns=5, resource_safe=True, policy="deadline", **said)
+        )
         compact(tmp_path)
     columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, device_ns"
     # The gap: 11 − 9 = 2 ms.
@@ -62,9 +65,65 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
     ]
     ((engine_id,),) = select(tmp_path, "select distinct engine_id from {steps}")
     assert engine.path.name == f"{engine_id}-0.jsonl"
-    assert one(tmp_path, "*", "states") == (new_id(1), engine_id, "c", 6, "DECODE", "PREEMPTED", None)
-    assert one(tmp_path, "*", "decisions") == (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4)
+    state = (new_id(1), engine_id, "c", 6, "DECODE", "PREEMPTED", None)
+    assert one(tmp_path, "* exclude (place)", "states") == state
+    decision = (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4, False, True, "deadline")
+    assert one(tmp_path, "* exclude (place)", "decisions") == decision
     assert select(tmp_path, "select * from {requests}") == [], "nobody recorded a begin"
+
+
+def test_the_work_of_a_step_stays_apart_and_its_requests_keep_their_part_of_it(tmp_path: Path) -> None:
+    ids = [new_id(number) for number in range(4)]
+    with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
+        said = {
+            "prefill_ids": ids[:2],
+            "prefill_token_counts": [3, 5],
+            "paused_ids": ids[2:],
+            "kv_read_tokens": 40,
+            "sampled_tokens": 1,
+            "reused_tokens": 16,
+            "token_budget": 8,
+            "kv_blocks_cached": 2,
+            "prefill_linear_flops": 2**60 + 1,  # a model's arithmetic is written as an integer
+            "kv_write_bytes": 12.5,
+        }
+        engine.write(records.make("step", step_id=1, start_ns=5 * MS, end_ns=9 * MS, **said))
+    compact(tmp_path)
+    columns = "kv_read_tokens, sampled_tokens, reused_tokens, token_budget, kv_blocks_cached, paused, preempted"
+    assert one(tmp_path, columns, "steps") == (40, 1, 16, 8, 2, 2, None)
+    floats = "prefill_linear_flops, kv_write_bytes, decode_linear_flops"
+    assert one(tmp_path, floats, "steps") == (2.0**60, 12.5, None)
+    assert select(tmp_path, "select request_id, role, tokens from {step_requests} order by 1") == [
+        (ids[0], "prefill", 3),
+        (ids[1], "prefill", 5),
+        (ids[2], "paused", None),
+        (ids[3], "paused", None),
+    ]
+
+
+def test_what_an_engine_is_stands_in_one_row_for_each_time_that_it_said_so(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
+        policies = {"order": "fcfs", "budget": 512}
+        engine.write(records.make("engine", at_ns=0, clock_id="c", model="builtin", kv_blocks=64, policies=policies))
+        engine.write(records.make("engine", at_ns=3 * MS, clock_id="c", model="builtin", ceiling_flops_per_s=2e11))
+        compact(tmp_path)
+    columns = "at_ns, started_at_ns, kv_blocks, policies, ceiling_flops_per_s, ceiling_kv_bytes_per_s"
+    assert select(tmp_path, f"select {columns} from {{engines}} order by at_ns") == [
+        (0, WALL, 64, '{"budget": 512, "order": "fcfs"}', None, None),
+        (3 * MS, WALL + 3 * MS, None, None, 2e11, None),
+    ]
+    assert select(tmp_path, "select engine_id, clock_id from {engines}") == [(engine.path.stem[:-2], "c")] * 2
+
+
+def test_transitions_of_one_boundary_keep_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    chain = ["PAUSED", "DECODE", "PREEMPTED", "CANCELLED"]
+    with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
+        for before, after in itertools.pairwise(chain):
+            engine.append(records.make("state", request_id=new_id(1), at_ns=7, from_state=before, to_state=after))
+        engine.flush()
+    compact(tmp_path)
+    rows = select(tmp_path, "select from_state from {states} order by at_ns, place")
+    assert [before for (before,) in rows] == chain[:-1]
 
 
 def test_steps_of_an_engine_that_was_started_again_on_the_same_boot_are_told_apart(tmp_path: Path) -> None:

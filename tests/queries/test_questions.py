@@ -43,7 +43,8 @@ def test_a_header_names_the_outputs_that_the_sql_gives(header: Header):
 def test_a_header_names_the_params_and_views_that_the_sql_uses(header: Header):
     assert set(header.params) == header.used_params
     known = {view.name for view in base_views()} | {
-        "requests", "chunks", "late_gaps", "steps", "step_requests", "states", "decisions", "run_classes", "run_budget",
+        "requests", "chunks", "late_gaps", "steps", "step_requests", "states", "decisions", "engines",
+        "run_classes", "run_budget",
     }  # fmt: skip
     body = header.sql[header.sql.index("\nwith") :]
     assert set(header.inputs) <= known
