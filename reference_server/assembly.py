@@ -9,7 +9,7 @@ from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.fairness import ServiceUnit
 from reference_server.orders import OrderOptions, make_order
-from reference_server.policies import AdmitAll, Full, Optimistic, PrefillBudget, Reservation
+from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
@@ -65,24 +65,18 @@ def assemble(choice: PolicyChoice) -> Parts:
     lengths = Lengths()
     file = LengthFile(Path(choice.lengths), lengths) if choice.lengths else None
     budget = _budget(choice, cost)
-    reservation: Reservation = _one_of(
-        "--reservation",
-        choice.reservation,
-        {
-            "full": Full,
-            "optimistic": Optimistic,
-            "estimate": lambda: EstimatedReservation(lengths, choice.length_level),
-        },
-    )
-    policies = Policies(
-        make_order(choice.order, options),
-        _one_of("--admission", choice.admission, {
-            "none": AdmitAll,
-            "deadline": lambda: DeadlineAdmission(lambda: cost.model, lengths, budget),
-        }),
-        reservation,
-        budget,
-    )  # fmt: skip
+    reservations: dict[str, Callable[[], Reservation]] = {
+        "full": Full,
+        "optimistic": Optimistic,
+        "estimate": lambda: EstimatedReservation(lengths, choice.length_level),
+    }
+    reservation = _one_of("--reservation", choice.reservation, reservations)
+    admissions: dict[str, Callable[[], Admission]] = {
+        "none": AdmitAll,
+        "deadline": lambda: DeadlineAdmission(cost, lengths, reservation, budget),
+    }
+    admission = _one_of("--admission", choice.admission, admissions)
+    policies = Policies(make_order(choice.order, options), admission, reservation, budget)
     if choice.reservation == "estimate" and file is None:
         raise ConfigError("--reservation: 'estimate' needs lengths; accepted: together with --lengths FILE")
     return Parts(policies, unit, cost, file)

@@ -83,7 +83,7 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     if config.calibrate:
         from reference_server.ceilings import measure
 
-        ceilings = measure(runner.model)
+        ceilings = measure(model, DTYPES[config.dtype], torch.device(config.device)).record_fields()
     policies = config.policies.names() | {"prefix_reuse": config.prefix_reuse}
     identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings)
     ledger.introduce(identity, clock.monotonic_ns(), clock.clock_id)
