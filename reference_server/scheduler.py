@@ -315,8 +315,8 @@ class Scheduler:
             self._ranks += 1
             request.rank = self._ranks
             request.started_ns = now_ns
-            self._order.admitted(request)
             self._decide(request, judgement)
+        self._order.admitted(request)
         at = sum(1 for other in self._running if other.rank < request.rank)
         self._running.insert(at, request)
         self._move(request, State.PREFILL, "recompute" if again else "admitted")
