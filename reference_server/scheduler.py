@@ -231,17 +231,17 @@ class Scheduler:
         window, patience_ns = self.limits.max_undelivered, self.limits.slow_reader_ns
         if window is None:
             return
-        active = self._active()
-        for request in [*self._running, *self._parked.values()]:
-            if not request.streaming:
-                continue
+        readers = [request for request in [*self._running, *self._parked.values()] if request.streaming]
+        # Slots that become free by pauses go to those who have caught up before they go to newcomers.
+        for request in readers:
             if request.state is State.DECODE and request.undelivered >= window:
                 request.paused_ns = now_ns
                 self._move(request, State.PAUSED, "flow_control")
-                active -= 1
-            elif request.paused_ns is None:
+        active = self._active()
+        for request in readers:
+            if request.paused_ns is None:
                 continue
-            elif request.undelivered <= window // 2:
+            if request.undelivered <= window // 2:
                 if request.state is State.PREEMPTED:
                     request.paused_ns = None
                     del self._parked[request.key]
