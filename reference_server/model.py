@@ -13,8 +13,8 @@ from torch import Tensor
 
 from reference_server.model_config import ModelConfig
 
-# (layer, q [tokens, heads, head_dim], k [tokens, kv_heads, head_dim], v like k) -> [tokens, heads * head_dim]
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q [tokens, heads, head_dim], keys then values [tokens, 2 * kv_heads, head_dim]) -> [tokens, heads * head_dim]
+Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Projection:
@@ -108,8 +108,8 @@ class Llama:
         self.head = Projection(self.embedding if config.tie_embeddings else take("lm_head.weight"))
         self.cos, self.sin = rotary_table(config, dtype, device)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend) -> Tensor:
-        """token_ids and positions [tokens]; logit_rows [n] names the tokens whose successor is wanted.
+    def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, attend: Attend) -> Tensor:
+        """token_ids and positions [tokens]; logit_rows [n] names the tokens whose successor is wanted, None: all.
 
         Returns logits [n, vocab] in float32.
         """
@@ -119,13 +119,13 @@ class Llama:
         for i, layer in enumerate(self.layers):
             h = self._norm(x, layer.attention_norm)
             qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
-            qk, v = qkv[:, : c.heads + c.kv_heads], qkv[:, c.heads + c.kv_heads :]
-            qk = rotate(qk, cos, sin)
-            x = x + layer.output(attend(i, qk[:, : c.heads], qk[:, c.heads :], v))
+            rotate_(qkv[:, : c.heads + c.kv_heads], cos, sin)
+            x = x + layer.output(attend(i, qkv[:, : c.heads], qkv[:, c.heads :]))
             h = self._norm(x, layer.feed_forward_norm)
             gate, up = layer.gate_up(h).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate).mul_(up))
-        return self.head(self._norm(x[logit_rows], self.norm)).float()
+        x = x if logit_rows is None else x.index_select(0, logit_rows)
+        return self.head(self._norm(x, self.norm)).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (self.config.hidden,), weight, self.config.norm_eps)
@@ -147,5 +147,5 @@ def rotary_table(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [tokens, n, head_dim], [tokens, 1, head_dim]
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:  # [tokens, n, head_dim], [tokens, 1, head_dim]
+    torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin, out=x)

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from reference_server.attention import PagedKV, Span
+from reference_server.attention import PagedKV, Span, to_device
+from reference_server.decode_programs import DecodePrograms
 from reference_server.model import Llama
-from reference_server.sampler import sample
+from reference_server.sampler import sample, sampling_values
 from reference_server.step_types import StepItem, StepResult
 
 
@@ -17,7 +19,7 @@ class Runner:
 
     Nothing is kept about a sequence: every item brings its block table. Its tokens are run in order, in as many steps
     as the caller likes. `max_context` bounds what one sequence may hold. `output_mask` is added to all logits (see
-    sampler).
+    sampler). `programs` None: steps that only decode run as captured programs where there is a graph to capture.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class Runner:
         block_tokens: int = 16,
         max_context: int | None = None,
         output_mask: Tensor | None = None,
+        programs: bool | None = None,
     ) -> None:
         self.model = model
         self.config = model.config
@@ -34,46 +37,65 @@ class Runner:
         self.kv = PagedKV(self.config, kv_blocks, block_tokens, model.dtype, model.device)
         self._eos_ids = torch.tensor(self.config.eos_ids, dtype=torch.long, device=model.device)
         self._output_mask = None if output_mask is None else output_mask.to(model.device)
+        self._programs = None
+        if model.device.type == "cuda" if programs is None else programs:
+            self._programs = DecodePrograms(model, self.kv, self._eos_ids, self._output_mask)
 
     def step(self, batch: Sequence[StepItem]) -> StepResult:
         start_ns = time.monotonic_ns()
-        chosen: list[int | None] = [None] * len(batch)
-        sampled = [i for i, item in enumerate(batch) if item.sample]
-        timer = _DeviceTimer(self.model.device)
         with torch.inference_mode():
-            if batch:
-                logits = self.forward(batch)
-                token_ids = sample(
-                    logits,
-                    [batch[i].sampling for i in sampled],
-                    [batch[i].position0 + len(batch[i].token_ids) for i in sampled],
-                    self._eos_ids,
-                    self._output_mask,
-                )
-                for i, token_id in zip(sampled, token_ids, strict=True):
-                    chosen[i] = token_id
-            device_ns = timer.stop()
+            timer = _DeviceTimer(self.model.device)
+            token_ids = _to_host(self._choose(batch))
+            device_ns = timer.stop()  # waits: the tokens are on the host now
+        chosen: list[int | None] = [None] * len(batch)
+        sampled = (i for i, item in enumerate(batch) if item.sample)
+        for i, token_id in zip(sampled, token_ids.tolist(), strict=True):
+            chosen[i] = token_id
         return StepResult(chosen, start_ns, time.monotonic_ns(), device_ns)
+
+    def _choose(self, batch: Sequence[StepItem]) -> Tensor:
+        """The chosen tokens of the items that sample, on the device."""
+        if batch and self._programs is not None and DecodePrograms.suits(batch):
+            self.kv.check(_spans(batch), self.max_context)
+            return self._programs.run(batch)
+        sampled = [item for item in batch if item.sample]
+        if not sampled:
+            if batch:
+                self.forward(batch)
+            return torch.empty(0, dtype=torch.long)
+        logits = self.forward(batch)
+        params = [item.sampling for item in sampled]
+        values = sampling_values(params, [item.position0 + len(item.token_ids) for item in sampled])
+        on_device = to_device(values, self.model.device)
+        return sample(logits, params, on_device, self._eos_ids, self._output_mask)
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[StepItem]) -> Tensor:
         """Run the batch; logits [n, vocab] of the items that sample, in the order of the batch."""
-        spans = [Span(item.blocks, item.position0, len(item.token_ids)) for item in batch]
-        self.kv.check(spans, self.max_context)
-        order = sorted(range(len(batch)), key=lambda i: spans[i].tokens > 1)  # decodes first
-        plan = self.kv.plan([spans[i] for i in order])
-        last_row: dict[int, int] = {}
-        token_ids: list[int] = []
-        for i in order:
-            token_ids.extend(batch[i].token_ids)
-            last_row[i] = len(token_ids) - 1
-        device = self.model.device
+        order = sorted(range(len(batch)), key=lambda i: len(batch[i].token_ids) > 1)  # decodes first
+        plan = self.kv.plan(_spans([batch[i] for i in order]), self.max_context)
+        token_ids = np.concatenate([np.asarray(batch[i].token_ids) for i in order])
+        last_rows = np.empty(len(batch), dtype=np.int64)
+        last_rows[order] = np.cumsum([len(batch[i].token_ids) for i in order]) - 1
+        sampled = np.array([item.sample for item in batch])
         return self.model.forward(
-            torch.tensor(token_ids, device=device),
+            to_device(token_ids, self.model.device),
             plan.positions,
-            torch.tensor([last_row[i] for i, item in enumerate(batch) if item.sample], dtype=torch.long, device=device),
-            lambda layer, q, k, v: self.kv.attend(plan, layer, q, k, v),
+            to_device(last_rows[sampled], self.model.device),
+            lambda layer, q, kv: self.kv.attend(plan, layer, q, kv),
         )
+
+
+def _spans(batch: Sequence[StepItem]) -> list[Span]:
+    return [Span(item.blocks, item.position0, len(item.token_ids)) for item in batch]
+
+
+def _to_host(token_ids: Tensor) -> Tensor:
+    """On its way; there once the stream has got so far."""
+    if not token_ids.is_cuda:
+        return token_ids
+    host = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True)
+    return host.copy_(token_ids, non_blocking=True)
 
 
 class _DeviceTimer:

@@ -7,7 +7,7 @@ import torch
 from reference_server.builtin import SIZES, make_builtin
 from reference_server.loader import make_runner
 from reference_server.model_store import BUILTIN
-from reference_server.sampler import sample
+from reference_server.sampler import sample, sampling_values
 from reference_server.step_types import SamplingParams, StepItem
 from reference_server.tokenizer import Tokenizer
 
@@ -41,9 +41,9 @@ def test_the_end_token_can_be_sampled_by_a_request_that_asks_for_it() -> None:
     vocab, eos_ids = checkpoint.config.vocab, torch.tensor(checkpoint.config.eos_ids)
     logits = torch.zeros(2, vocab)
     logits[:, eos_ids] = 10.0
-    asked, default = sample(
-        logits, [SamplingParams(), SamplingParams(mask_eos=True)], [0, 0], eos_ids, checkpoint.output_mask
-    )
+    params = [SamplingParams(), SamplingParams(mask_eos=True)]
+    values = torch.from_numpy(sampling_values(params, [0, 0]))
+    asked, default = sample(logits, params, values, eos_ids, checkpoint.output_mask).tolist()
     assert checkpoint.tokenizer.tokens[asked] == "<|end|>"
     assert default not in checkpoint.config.eos_ids
 

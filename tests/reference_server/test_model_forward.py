@@ -153,12 +153,13 @@ def test_a_block_that_changed_hands_serves_the_next_sequence_as_if_it_were_new()
 @pytest.mark.parametrize(
     ("batch", "complaint"),
     [
-        ([StepItem([64], [1], 0, True)], "item 0: a block beyond 64"),
-        ([StepItem([1], [1] * 5, 0, True)], "item 0: 5 tokens in 1 blocks of 4"),
-        ([StepItem([], [1], 0, True)], "item 0: 1 tokens in 0 blocks of 4"),
+        ([StepItem([64], [1], 0, True)], "a block beyond 64"),
+        ([StepItem([1], [1] * 5, 0, True)], "item 0: 5 tokens in 1 blocks"),
+        ([StepItem([], [1], 0, True)], "item 0: 1 tokens in 0 blocks"),
         ([StepItem([0], [], 0, True)], "item 0: a step without tokens"),
         ([StepItem(range(20), [1] * 65, 0, True)], "item 0: 65 tokens > 64"),
-        ([StepItem([0], [1], 0, True), StepItem([3, 0], [2], 4, True)], "item 1: writes a block that another"),
+        ([StepItem([0], [1], 0, True), StepItem([3, 0], [2], 4, True)], "written that stands in another table"),
+        ([StepItem([0], [1], 2, True), StepItem([0, 3], [2], 4, True)], "written that stands in another table"),
     ],
 )
 def test_a_step_that_does_not_fit_the_kv_is_our_bug_and_named(batch: list[StepItem], complaint: str) -> None:
@@ -166,14 +167,21 @@ def test_a_step_that_does_not_fit_the_kv_is_our_bug_and_named(batch: list[StepIt
         make_runner(tiny_config()).step(batch)
 
 
-def test_bfloat16_stays_near_float32() -> None:
+def test_bfloat16_stays_near_float32_in_prefill_chunk_and_decode() -> None:
     config = tiny_config()
-    sequence = sequence_of(23, seed=1)
+    sequences = [sequence_of(23, seed=1), sequence_of(14, seed=2)]
+    expected = torch.stack([oracle_logits(config, sequence)[-1] for sequence in sequences])
     model = Llama(config, weights_of(config), torch.bfloat16, torch.device("cpu"))
-    logits = Runner(model, kv_blocks=2).forward([StepItem([1, 0], sequence, 0, sample=True)])
-    assert logits.dtype == torch.float32
-    # bfloat16 keeps 8 bits: 3 layers of rounding at 2**-8 of values around 3.
-    torch.testing.assert_close(logits[0], oracle_logits(config, sequence)[-1], atol=0.3, rtol=0)
+    runner = Runner(model, kv_blocks=16, block_tokens=BLOCK_TOKENS)
+    tables = (range(1, 13, 2), range(0, 8, 2))
+    for cuts in ((0, 0), (17, 13), (22, 13)):  # all at once; a chunk of 6 and a decode; two decodes
+        if any(cuts):
+            runner.forward([StepItem(t, s[:n], 0, False) for t, s, n in zip(tables, sequences, cuts, strict=True)])
+        batch = [StepItem(t, s[n:], n, True) for t, s, n in zip(tables, sequences, cuts, strict=True)]
+        logits = runner.forward(batch)
+        assert logits.dtype == torch.float32
+        # bfloat16 keeps 8 bits: 3 layers of rounding at 2**-8 of values around 3.
+        torch.testing.assert_close(logits, expected, atol=0.3, rtol=0)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 33])
