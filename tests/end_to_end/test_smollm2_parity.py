@@ -13,9 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from reference_server.kv_blocks import BlockPool
 from reference_server.loader import load_checkpoint, make_runner
 from reference_server.model_store import ModelSource, fetch_smollm2
+from reference_server.policies import Optimistic
+from reference_server.prefill_budget import Static
+from reference_server.request import Request
 from reference_server.runner import Runner
+from reference_server.scheduler import Limits, Policies, Scheduler
 from reference_server.step_types import StepItem
 from reference_server.tokenizer import Tokenizer
 
@@ -159,6 +164,38 @@ def test_greedy_answers_in_a_batch_equal_the_oracles(
     _, runner = tokenizer_and_runner
     ours = _generate(runner, [answer.prompt for answer in answers])
     assert list(_compare("in a batch", answers, ours)) == []
+
+
+def _serve(runner: Runner, answers: Sequence[Answer]) -> tuple[list[list[int]], dict[str, int]]:
+    """The same prompts through the scheduler, twice, with everything on that moves KV about: prompts in chunks of 7
+    tokens, equal beginnings reused, and a pool that is too small for what it lets in."""
+    policies = Policies(reservation=Optimistic(), budget=Static(7))
+    scheduler = Scheduler(Limits(slots=8, max_context=256), BlockPool(24, 16, prefix_reuse=True), (), policies)
+    requests = [Request(str(i), answer.prompt, NEW_TOKENS) for i, answer in enumerate([*answers, *answers])]
+    for request in requests:
+        assert scheduler.submit(request, 0) is None
+    seen = {"steps": 0, "chunked": 0, "preempted": 0, "reused_tokens": 0}
+    while scheduler.has_work:
+        plan = scheduler.plan(seen["steps"])
+        result = runner.step(plan.items)
+        seen["steps"] += 1
+        seen["preempted"] += len(plan.preempted)
+        seen["reused_tokens"] += plan.reused
+        seen["chunked"] += sum(not item.sample for item in plan.items)
+        scheduler.apply(plan, result.token_ids, seen["steps"])
+        scheduler.check_integrity()
+    return [request.output for request in requests], seen
+
+
+def test_greedy_answers_with_chunks_preemption_and_reused_kv_equal_the_oracles(
+    answers: list[Answer], tokenizer_and_runner: tuple[Tokenizer, Runner]
+) -> None:
+    _, runner = tokenizer_and_runner
+    ours, seen = _serve(runner, answers)
+    differences = list(_compare("chunked, preempted and reused", [*answers, *answers], ours))
+    print(seen)
+    assert differences == []
+    assert min(seen.values()) > 0, "something that was to be tested did not happen"
 
 
 def test_most_tokens_were_compared_and_not_stopped_by_the_margin(answers: list[Answer]) -> None:
