@@ -3,17 +3,21 @@
 import torch
 
 from reference_server.builtin import make_builtin
+from reference_server.gguf_weights import read_gguf
 from reference_server.model import Llama
 from reference_server.model_store import ModelSource
 from reference_server.runner import Runner
-from reference_server.weights import Checkpoint, read_gguf
+from reference_server.safetensors_weights import read_safetensors
+from reference_server.weights import Checkpoint
 from sloscope.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_checkpoint(source: ModelSource, dtype: torch.dtype = torch.float32) -> Checkpoint:
-    return make_builtin(dtype, name=source.name) if source.path is None else read_gguf(source.path, dtype)
+    if source.path is None:
+        return make_builtin(dtype, name=source.name)
+    return (read_safetensors if source.path.is_dir() else read_gguf)(source.path, dtype)
 
 
 def make_runner(

@@ -1,4 +1,4 @@
-"""Where models come from: built in, fetched once into a cache, or a file of the user's. No torch here."""
+"""Where models come from: built in, fetched once into a cache, or files of the user's. No torch here."""
 
 import base64
 import csv
@@ -48,7 +48,7 @@ BUILTIN = ("builtin", "builtin-14m")  # made at start from a seed; `builtin.SIZE
 
 class ModelSource(NamedTuple):
     name: str  # what /v1/models calls it
-    path: Path | None  # None: built in
+    path: Path | None  # a GGUF file or a directory in Hugging Face's layout; None: built in
 
 
 class ModelRow(NamedTuple):
@@ -75,9 +75,16 @@ def resolve_model(name_or_path: str, cache_dir: Path | None = None) -> ModelSour
             raise ModelFileError(f"model {name_or_path!r}: not fetched yet; run: sloscope model get {name_or_path}")
         return ModelSource(model.name, path)
     path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelFileError(f"model {name_or_path!r}: no config.json in it; accepted: Hugging Face's layout")
+        return ModelSource(path.resolve().name, path)
     if not path.is_file():
         accepted = ", ".join([*BUILTIN, *PACKAGED])
-        raise ModelFileError(f"model {name_or_path!r}: no such file; accepted: {accepted} or the path of a GGUF file")
+        raise ModelFileError(
+            f"model {name_or_path!r}: no such file; accepted: {accepted} or the path of a GGUF file or of a directory "
+            "with config.json and *.safetensors"
+        )
     return ModelSource(path.stem, path)
 
 

@@ -32,9 +32,10 @@
 --   request while no block was free. Slow: the rest of the longest remaining step beyond the median decode-only step.
 --   Host gap: start of a step minus the end of the one before, from the event before on.
 --   Cause: preemption if half of the gap or more lies after a preemption of this request in it, else
---   flow_control_pause if half of it or more was PAUSED, else the largest of prefill, KV wait, host gap and slow step
---   (equal ones in this order), if it is a tenth of the gap or more. Else unknown, as without steps. A median is the
---   lower one. Where there is no decode-only step, the median is 0.
+--   flow_control_pause if half of it or more was PAUSED, whatever the steps did meanwhile. Else the largest of
+--   preemption, pause, prefill, KV wait, host gap and slow step (equal ones in this order), if it is a tenth of the gap
+--   or more. Else unknown, as without steps. A median is the lower one. Where there is no decode-only step, the median
+--   is 0.
 with
 
 own_steps as (
@@ -107,7 +108,7 @@ transitions as (
         clock_id,
         at_ns,
         to_state,
-        lead(at_ns) over (partition by request_id, engine_id order by at_ns) as until_ns
+        lead(at_ns) over (partition by request_id, engine_id order by at_ns, place) as until_ns
     from states
 ),
 
@@ -230,6 +231,8 @@ with_times as (
         coalesce(step_times.host_gap_ns, 0) as host_gap_ns,
         coalesce(step_times.slow_step_ns, 0) as slow_step_ns,
         greatest(
+            coalesce(state_times.preempted_ns, 0),
+            coalesce(state_times.paused_ns, 0),
             coalesce(step_times.prefill_ns, 0),
             coalesce(step_times.kv_wait_ns, 0),
             coalesce(step_times.host_gap_ns, 0),
@@ -256,6 +259,8 @@ named as (
             when 2 * preempted_ns >= emit_gap_ns then 'preemption'
             when 2 * paused_ns >= emit_gap_ns then 'flow_control_pause'
             when 10 * largest_ns < emit_gap_ns then 'unknown'
+            when preempted_ns = largest_ns then 'preemption'
+            when paused_ns = largest_ns then 'flow_control_pause'
             when prefill_ns = largest_ns then 'prefill_interference'
             when kv_wait_ns = largest_ns then 'kv_pressure'
             when host_gap_ns = largest_ns then 'host_gap'

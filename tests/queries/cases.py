@@ -15,7 +15,8 @@
         expect:                   # rows in order, only the columns that matter; floats at 1e-9
           - {offered: 1, attainment: 1.0}
 
-Shorthand in given rows, all tables: a key that ends in `_s` or `_ms` is the column ending in `_ns`, as whole ns. In
+Shorthand in given rows, all tables: a key that ends in `_s` (but no rate, `_per_s`) or `_ms` is the column ending in
+`_ns`, as whole ns. In
 `requests` and `chunks`: `id` is request_id, `arrival_s` is arrival_at_ns, and a mapping `client`, `sidecar` or `engine`
 holds that observer's columns without prefix. In it:
 - the observer has observed the request, and arrived when the request did, at stamp 0 unless `start_ms` says otherwise;
@@ -123,7 +124,7 @@ def _nanoseconds(row: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in row.items():
         for ending, factor in (("_ms", 1_000_000), ("_s", NS_PER_S)):
-            if name.endswith(ending):
+            if name.endswith(ending) and not name.endswith("_per_s"):
                 value = None if value is None else _ns(value, factor)
                 name = name.removesuffix(ending) + "_ns"
                 break

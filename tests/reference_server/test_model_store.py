@@ -124,3 +124,14 @@ def test_the_list_says_what_is_present_and_where(tmp_path: Path) -> None:
     assert (builtin.name, builtin.size_bytes, builtin.present) == ("builtin", None, True)
     assert (smollm2.name, smollm2.licence, smollm2.size_bytes) == ("smollm2", "Apache-2.0", 98_362_432)
     assert smollm2.where.startswith(str(tmp_path)) and not smollm2.present
+
+
+def test_a_directory_with_a_config_is_a_model_named_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "tiny-llama"
+    directory.mkdir()
+    with pytest.raises(ModelFileError, match=r"tiny-llama': no config\.json in it; accepted: Hugging Face's layout"):
+        resolve_model(str(directory))
+    (directory / "config.json").write_text("{}")
+    assert resolve_model(f"{directory}/") == ("tiny-llama", directory)
+    monkeypatch.chdir(directory)
+    assert resolve_model(".").name == "tiny-llama"

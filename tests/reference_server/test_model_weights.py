@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from reference_server.builtin import make_builtin, random_state
+from reference_server.gguf_weights import read_gguf
 from reference_server.model_config import ModelConfig
 from reference_server.tokenizer import Tokenizer, TokenizerSpec
-from reference_server.weights import read_gguf
 from sloscope.errors import ModelFileError
 
 SPEC = make_builtin().tokenizer
