@@ -74,7 +74,7 @@ class Policies:
     order: QueueOrder = field(default_factory=Fcfs)
     admission: Admission = field(default_factory=AdmitAll)
     reservation: Reservation = field(default_factory=Full)
-    budget: PrefillBudget = field(default_factory=Static)
+    budget: PrefillBudget = field(default_factory=lambda: Static(None))
 
 
 @dataclass(slots=True)
