@@ -1,18 +1,17 @@
 """One completion, from its body to its end record, as a raw ASGI response.
 
-Raw, because the stamps must be true: `written_ns` is when the transport was handed the bytes, and the consumer's
-leaving is seen by
-listening beside the writing, not by the next write.
+Raw, because the stamps must be true: `written_ns` is when the transport was handed the bytes, tokens count as delivered
+when the kernel has taken them, and the protocol below tells of the consumer's leaving at once, not at the next write.
 """
 
-import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 
 from reference_server.answer_text import AnswerText, Ending
 from reference_server.front_end import FrontEnd, Live
@@ -40,12 +39,37 @@ _STREAM_HEADERS = [
 
 @dataclass(slots=True)
 class Hop:
-    """What the protocol below knows of a request: stamps at the socket, and how to close it at once."""
+    """What the protocol below knows of a request: stamps at the socket, whether it takes bytes, and how to close it."""
 
     arrived_ns: int
+    transport: Any  # `write_ns`: when the last bytes were handed to it
+    flow: FlowControl  # paused while the kernel has not taken what was written
+    cut: Callable[[], None]  # closes the connection at once
     body_complete_ns: int | None = None
-    socket_closed_ns: int | None = None
-    transport: Any = None  # `write_ns`: when the last bytes were handed to it; `abort()`
+    socket_closed_ns: int | None = None  # the consumer closed it; None while it is open, and when we did
+    cycle: Any = None  # uvicorn's, from the headers on
+    closed: bool = False  # nobody will take the answer, or the rest of it
+    on_closed: Callable[[], None] | None = None
+
+    @property
+    def unanswered(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def open(self) -> bool:
+        """Whether someone has to be told when the connection is gone."""
+        return self.unanswered or self.on_closed is not None
+
+    def close(self, socket_closed_ns: int | None) -> None:
+        """The connection is gone before the answer was. Its writers are woken by the protocol."""
+        if self.closed:
+            return
+        self.closed, self.socket_closed_ns = True, socket_closed_ns
+        if self.unanswered:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.on_closed is not None:
+            self.on_closed()
 
 
 class ClientLeftError(Exception):
@@ -62,15 +86,19 @@ class Answer(Response):
         self._end = Ending()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        front, clock = self._front, self._front.clock
-        self._hop: Hop = scope.get("extensions", {}).get("sloscope") or Hop(clock.monotonic_ns())
+        front = self._front
+        self._hop: Hop = scope["extensions"]["sloscope"]
         self._asked_headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._send_asgi = send
         self.request_id = self._identity()
-        self._live = Live(self.request_id, cut=self._hop.transport.abort if self._hop.transport else (lambda: None))
+        self._live = Live(self.request_id, cut=self._hop.cut)
+        self._hop.on_closed = self._consumer_left
+        if self._hop.closed:
+            self._consumer_left()
         try:
             await self._answer(receive)
         finally:
+            self._hop.on_closed = None
             front.close(self._live)
             self._record_end()
 
@@ -84,24 +112,19 @@ class Answer(Response):
 
     async def _answer(self, receive: Receive) -> None:
         intake = Intake(self._front, self._asked_headers, self._chat)
-        watcher: asyncio.Task[None] | None = None
         try:
             try:
-                body = await self._read_body(receive)
-                watcher = asyncio.create_task(self._watch(receive))
-                asked = await intake.understand(body)
+                asked = await intake.understand(await self._read_body(receive))
             finally:
                 self._record_begin(intake.known)
                 self._end.prompt_tokens = intake.known.get("prompt_tokens")
                 self._end.min_tokens = intake.min_tokens
             await self._run(asked)
         except ClientLeftError:
-            self._live.left = "disconnect"
+            assert self._live.left, "the protocol tells before ASGI does"
         except ApiError as error:
-            await self._refuse(error)
-        finally:
-            if watcher is not None:
-                watcher.cancel()
+            if not self._live.left:
+                await self._refuse(error)
 
     # --- the request
 
@@ -121,12 +144,9 @@ class Answer(Response):
 
     # --- the answer
 
-    async def _watch(self, receive: Receive) -> None:
-        """Returns when the consumer's connection is gone, or the response complete."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        if not self._end.done:
-            self._front.leave(self._live, "disconnect")
+    def _consumer_left(self) -> None:
+        """Whatever the answer waits for just now: its body, the engine's verdict, tokens, or the reader."""
+        self._front.leave(self._live, "disconnect")
 
     async def _run(self, asked: Asked) -> None:
         front, live, completion = self._front, self._live, asked.completion
@@ -145,6 +165,9 @@ class Answer(Response):
             tenant=self._asked_headers.get("x-slo-tenant", "")[:256],
             arrived_ns=self._hop.arrived_ns,
             fault=asked.fault,
+            request_class=asked.request_class,
+            ttft_limit_ns=asked.ttft_limit_ns,
+            itl_max_limit_ns=asked.itl_max_limit_ns,
         )
         await self._verdict()
         if live.left:
@@ -157,15 +180,15 @@ class Answer(Response):
             await self._whole(answer_id, completion, text)
 
     async def _verdict(self) -> None:
-        """Waits until the engine took the request in. ApiError if it did not."""
+        """Waits until the engine has taken the request in for good. ApiError if it does not."""
         live = self._live
         while not (live.accepted or live.left):
-            if live.refusal is not None:
-                refusal = live.refusal
-                status, code = (429, "rejected") if refusal.retry else (400, refusal.reason)
+            if live.refused is not None:
+                refused = live.refused
+                status, code = (429, "rejected") if refused.retry else (400, refused.reason)
                 raise ApiError(
-                    status, refusal.message, kind="rate_limit_error" if refusal.retry else "invalid_request_error",
-                    code=code, retry_after_s=1 if refusal.retry else None,
+                    status, refused.message, kind="rate_limit_error" if refused.retry else "invalid_request_error",
+                    code=code, retry_after_s=refused.retry_after_s if refused.retry else None,
                 )  # fmt: skip
             if live.error is not None:
                 raise ApiError(500, live.error, kind="server_error", code="engine")
@@ -187,14 +210,14 @@ class Answer(Response):
                     [chunks.text(piece, self._usage(tokens) if continuous else None) for piece, tokens in pieces]
                 )
                 await self._write(data)
-                text.written(pieces, self._written_ns())
+            text.taken(pieces, self._hop.transport.write_ns)
             if text.finish_reason:
                 break
-            if live.error is not None:
+            if live.error is not None and not live.mailbox:
                 end.error = "engine"
                 await self._write(error_event(live.error, "server_error", "engine"), last=True)
                 return
-            if not pieces:
+            if not live.mailbox:
                 await live.news.wait()
                 live.news.clear()
         if live.left:
@@ -219,8 +242,9 @@ class Answer(Response):
                 break
             if live.error is not None:
                 raise ApiError(500, live.error, kind="server_error", code="engine")
-            await live.news.wait()
-            live.news.clear()
+            if not live.mailbox:
+                await live.news.wait()
+                live.news.clear()
         if live.left:
             return
         body = whole_answer(
@@ -235,13 +259,9 @@ class Answer(Response):
         )
         await self._start(200, [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
         await self._write(body, last=True)
-        text.written(pieces, self._written_ns())
+        text.taken(pieces, self._hop.transport.write_ns)
         if not live.left:
             end.finish_reason, end.done = text.finish_reason, True
-
-    def _written_ns(self) -> int:
-        """When the last bytes went to the transport; without ours below, now."""
-        return self._hop.transport.write_ns if self._hop.transport else self._front.clock.monotonic_ns()
 
     def _usage(self, tokens: int) -> dict[str, int]:
         return usage(self._end.prompt_tokens or 0, tokens)
@@ -264,10 +284,15 @@ class Answer(Response):
         await self._send_asgi({"type": "http.response.start", "status": status, "headers": headers + identity})
 
     async def _write(self, data: bytes, last: bool = False) -> None:
-        """Waits while the socket is full."""
+        """Returns when the kernel has taken the bytes, or nobody will."""
         message: Message = {"type": "http.response.body", "body": data, "more_body": not last}
         await self._send_asgi(message)
-        self._end.bytes += len(data)
+        if self._hop.flow.write_paused:
+            self._live.blocked_ns = self._front.clock.monotonic_ns()
+            await self._hop.flow.drain()
+            self._live.blocked_ns = None
+        if not self._live.left:
+            self._end.bytes += len(data)
 
     # --- records
 

@@ -6,6 +6,9 @@ from typing import Any
 from reference_server.front_end import FrontEnd, Live, Token
 from reference_server.openai_api import CompletionRequest
 
+# Tokens of one write. A slow reader is seen to take some of what is there before it has taken all.
+TOKENS_AT_ONCE = 16
+
 
 @dataclass(slots=True)
 class Ending:
@@ -36,16 +39,20 @@ class AnswerText:
         self._text = front_end.tokenizer.text_stream(completion.stop)
         self._last: Token | None = None
         self._first_computed_ns: int | None = None
-        self.tokens = 0
+        self._taken = 0  # tokens out of the mailbox
+        self.tokens = 0  # of those, output
         self.finish_reason = ""
 
     def take(self) -> list[tuple[str, int]]:
-        """What has come: (text, tokens so far) of each output event."""
+        """What has come, up to some tokens: (text, tokens so far) of each output event."""
         pieces = []
         mailbox, emissions = self._live.mailbox, self._live.emissions
-        while mailbox and not self.finish_reason:
+        for _ in range(min(len(mailbox), TOKENS_AT_ONCE)):
+            if self.finish_reason:
+                break
             token = mailbox.popleft()
             self._last = token
+            self._taken += 1
             if self._first_computed_ns is None:
                 self._first_computed_ns = token.computed_ns
             piece = ""
@@ -64,13 +71,18 @@ class AnswerText:
                 pieces.append((piece, self.tokens))
         return pieces
 
-    def written(self, pieces: list[tuple[str, int]], at_ns: int) -> None:
-        """The pieces went on their way at `at_ns`: stamp them, unless the consumer had left."""
-        if not pieces or self._live.left:
+    def taken(self, pieces: list[tuple[str, int]], written_ns: int) -> None:
+        """The socket took the pieces, which were written at `written_ns`: stamp them, unless the consumer had left.
+
+        A token that gave no piece has no reader to wait for: it is hidden, or its text is held back until others come.
+        """
+        if self._live.left:
             return
-        self._live.emissions.stamp(at_ns)
-        self._live.delivered = self._end.tokens = pieces[-1][1]
-        self._end.events += len(pieces)
+        if pieces:
+            self._live.emissions.stamp(written_ns)
+            self._end.tokens = pieces[-1][1]
+            self._end.events += len(pieces)
+        self._front.delivered(self._live, self._taken)
 
     def timings(self, request_id: str, arrived_ns: int) -> dict[str, Any]:
         """The engine's own durations, in ms, for the last chunk."""

@@ -12,13 +12,14 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from reference_server.answer import Answer, Hop
+from reference_server.answer import MAX_BODY_BYTES, Answer, Hop
 from reference_server.faults import MAX_DELAY_NS
 from reference_server.front_end import FrontEnd
 from reference_server.openai_api import ApiError
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOOPBACK = ("127.0.0.1", "::1")
+MAX_AHEAD = 64  # requests that one connection may send before the answer to the first is complete
 
 
 class UntilClose(int):
@@ -37,7 +38,7 @@ class UntilClose(int):
 
 
 class StampedTransport:
-    """A transport that knows when the last bytes were handed to it.
+    """A transport that knows when the last bytes were handed to it, and whether its end was our wish.
 
     The stamp is taken before the call: on another core the consumer can have the bytes before `write` returns, and a
     receipt must not be older than what it receives.
@@ -46,10 +47,19 @@ class StampedTransport:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self.write_ns = 0
+        self.closed_here = False
 
     def write(self, data: bytes) -> None:
         self.write_ns = time.monotonic_ns()
         self._transport.write(data)
+
+    def close(self) -> None:
+        self.closed_here = True
+        self._transport.close()
+
+    def abort(self) -> None:
+        self.closed_here = True
+        self._transport.abort()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -58,17 +68,20 @@ class StampedTransport:
 class StampingProtocol(HttpToolsProtocol):
     """uvicorn's protocol with stamps where the bytes come in: ASGI itself tells of a request only after its headers.
 
+    It tells every answer that is not complete when the consumer leaves; uvicorn tells only the latest of a connection.
+    To see someone leave it must read, so it does not stop reading for requests that are sent ahead of their turn.
+
     An HTTP/1.0 peer gets a body that ends with the connection. uvicorn would send it chunks, which are no part of
-    HTTP/1.0
-    (RFC 9112 section 6.1); nginx speaks HTTP/1.0 to its upstreams unless told otherwise.
+    HTTP/1.0 (RFC 9112 section 6.1); nginx speaks HTTP/1.0 to its upstreams unless told otherwise.
     """
 
     _received_ns = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        stamped = StampedTransport(transport)
-        super().connection_made(stamped)  # type: ignore[arg-type]
-        # `send` waits as soon as the kernel takes no more: nothing but the last write is out of our sight.
+        self._hops: list[Hop] = []
+        self._stamped = StampedTransport(transport)
+        super().connection_made(self._stamped)  # type: ignore[arg-type]
+        # Paused as soon as the kernel takes no more: what is not paused has left this process.
         transport.set_write_buffer_limits(high=0)
 
     def data_received(self, data: bytes) -> None:
@@ -77,24 +90,56 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._hop = Hop(self._received_ns, transport=self.transport)
+        self._hop = Hop(self._received_ns, self._stamped, self.flow, self._cut)
+        self._hops = [hop for hop in self._hops if hop.open] + [self._hop]
         self.scope["extensions"] = {"sloscope": self._hop}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._hop.cycle = self.cycle
+        self._read_on()
         if self.cycle is not None and self.scope.get("http_version") == "1.0":
             self.cycle.chunked_encoding = False
             self.cycle.expected_content_length = UntilClose()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """uvicorn stops reading for a request that is ahead of its turn, and would not see the consumer leave."""
+        if not self.pipeline:
+            return
+        if len(self.pipeline) > MAX_AHEAD or sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_BODY_BYTES:
+            self._cut()
+        else:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self._hop.body_complete_ns = self._received_ns
         super().on_message_complete()
 
+    def eof_received(self) -> None:
+        """A consumer that has said its last word is gone: a half-closed socket looks no different from a closed one."""
+        if any(hop.unanswered for hop in self._hops):
+            self._end(time.monotonic_ns())
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.cycle is not None:
-            hop: Hop = self.cycle.scope["extensions"]["sloscope"]  # type: ignore[assignment]
-            hop.socket_closed_ns = time.monotonic_ns()
+        ours = self._stamped.closed_here and exc is None
+        closed_ns = None if ours else time.monotonic_ns()
+        for hop in self._hops:
+            # An end without an error comes after the last byte was taken, so it concerns incomplete answers only.
+            if exc is not None or hop.unanswered:
+                hop.close(closed_ns)
         super().connection_lost(exc)
+
+    def _cut(self) -> None:
+        self._end(None)
+
+    def _end(self, socket_closed_ns: int | None) -> None:
+        for hop in self._hops:
+            hop.close(socket_closed_ns)
+        self._stamped.abort()
 
 
 class Server(uvicorn.Server):

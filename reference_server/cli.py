@@ -125,6 +125,9 @@ def serve(
         cost_model=str(cost_model) if cost_model is not None else "",
     )
     assemble(policies)  # says what is wrong with them before anything starts
+    if unknown := set(policies.lanes) - set(promised.classes if promised else policies.lanes):
+        known = ", ".join(promised.classes) if promised else ""
+        raise ConfigError(f"--lanes: class {sorted(unknown)[0]!r} is not in the contract; accepted: {known}")
     # Listening starts when the engine is ready; the address is taken before anything else is started.
     sock = _bind(listen, send_buffer)
     clock = SystemClock()
@@ -150,6 +153,7 @@ def serve(
         clock,
         promised,
         journal,
+        slow_reader_ns=slow_reader_ns,
         default_max_tokens=default_max_tokens,
         allow_faults=allow_faults,
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from reference_server.link import FrameBuffer, Message, encode
-from reference_server.scheduler import Refusal
 from reference_server.tokenizer import Tokenizer, TokenizerSpec
 from sloscope import records
 from sloscope.clock import Clock
@@ -36,6 +35,15 @@ class Token(NamedTuple):
     step_id: int
     computed_ns: int
     handed_ns: int
+
+
+class Refused(NamedTuple):
+    """The engine does not take the request. `retry`: asking again after `retry_after_s` can help."""
+
+    reason: str
+    message: str
+    retry: bool
+    retry_after_s: int
 
 
 @dataclass(slots=True)
@@ -93,19 +101,21 @@ class Live:
     streaming: bool = True
     accepted: bool = False
     ended: bool = False  # at the engine
-    refusal: Refusal | None = None
+    refused: Refused | None = None
     error: str | None = None
     left: str = ""  # the consumer ended it: disconnect, slow_reader
     queued_ns: int | None = None
     started_ns: int | None = None
     received: int = 0  # tokens from the engine
-    delivered: int = 0  # of those, written to the socket
+    delivered: int = 0  # of those, taken by the socket, or without text of their own to wait for
+    blocked_ns: int | None = None  # since when the socket does not take what was written
     loop_lag_max_ns: int = 0
     emissions: Emissions = field(default_factory=Emissions)
 
     @property
     def undelivered(self) -> int:
-        return self.received - self.delivered
+        """Nobody waits for the tokens of a consumer that has left: they are dropped."""
+        return 0 if self.left else self.received - self.delivered
 
 
 class FrontEnd:
@@ -115,7 +125,7 @@ class FrontEnd:
         contract: Contract | None = None,
         journal: JournalWriter | None = None,
         *,
-        max_undelivered: int = 4096,
+        slow_reader_ns: int | None = None,
         default_max_tokens: int = 256,
         allow_faults: bool = False,
     ) -> None:
@@ -125,13 +135,14 @@ class FrontEnd:
         self.has_contract = contract is not None
         self.journal = journal
         self.metrics = MetricStore("server", contract)
-        self.max_undelivered = max_undelivered
+        self.slow_reader_ns = slow_reader_ns
         self.default_max_tokens = default_max_tokens
         self.allow_faults = allow_faults
         self.stopping = False
         self.live: dict[str, Live] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._scrapes: list[asyncio.Event] = []
+        self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
         for outcome in records.OUTCOMES:
             self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
 
@@ -181,7 +192,9 @@ class FrontEnd:
                         live.news.set()
             case "refused":
                 if live := self.live.get(message["key"]):
-                    live.refusal = Refusal(message["reason"], message["message"], message["retry"])
+                    live.refused = Refused(
+                        message["reason"], message["message"], message["retry"], message["retry_after_s"]
+                    )
                     live.ended = True
                     live.news.set()
             case "error":
@@ -189,6 +202,10 @@ class FrontEnd:
                     live.error = message["message"]
                     live.ended = True
                     live.news.set()
+            case "cut":
+                if live := self.live.get(message["key"]):
+                    live.ended = True
+                    self.cut(live, message["reason"])
             case "metrics":
                 self.metrics.absorb(message["payload"].encode())
                 for scrape in self._scrapes:
@@ -209,10 +226,6 @@ class FrontEnd:
             live.received += 1
             live.ended = live.ended or bool(finish)
             live.news.set()
-            # An answer that is sent as a whole waits for its end, not for its reader.
-            if live.streaming and live.undelivered > self.max_undelivered:
-                self.leave(live, "slow_reader")
-                live.cut()
 
     # --- requests
 
@@ -227,7 +240,27 @@ class FrontEnd:
 
     def submit(self, live: Live, **asked: Any) -> None:
         self.live[live.key] = live
-        self._send({"op": "new", "key": live.key, **asked})
+        self._send({"op": "new", "key": live.key, "streaming": live.streaming, **asked})
+
+    def delivered(self, live: Live, tokens: int) -> None:
+        """Its reader has taken this many tokens by now. The engine hears of all readers once a turn of the loop."""
+        if tokens == live.delivered:
+            return
+        live.delivered = tokens
+        # An answer that is sent as a whole waits for its end, not for its reader.
+        if live.streaming and not live.ended:
+            if not self._taken:
+                asyncio.get_running_loop().call_soon(self._tell_delivered)
+            self._taken[live.key] = tokens
+
+    def _tell_delivered(self) -> None:
+        self._send({"op": "delivered", "rows": list(self._taken.items())})
+        self._taken.clear()
+
+    def cut(self, live: Live, reason: str) -> None:
+        """We end it: the consumer's connection is closed at once."""
+        self.leave(live, reason)
+        live.cut()
 
     def leave(self, live: Live, reason: str) -> None:
         """The consumer is gone or given up: the engine drops the request at its next boundary."""
@@ -295,9 +328,18 @@ class FrontEnd:
         while True:
             due_ns = self.clock.monotonic_ns() + round(PROBE_EVERY_S * 1e9)
             await asyncio.sleep(PROBE_EVERY_S)
-            lag_ns = self.clock.monotonic_ns() - due_ns
+            now_ns = self.clock.monotonic_ns()
             for live in self.live.values():
-                live.loop_lag_max_ns = max(live.loop_lag_max_ns, lag_ns)
+                live.loop_lag_max_ns = max(live.loop_lag_max_ns, now_ns - due_ns)
+            self._cut_slow_readers(now_ns)
+
+    def _cut_slow_readers(self, now_ns: int) -> None:
+        """The engine cuts those that it waits for. These have ended there, and their last tokens lie here."""
+        if self.slow_reader_ns is None:
+            return
+        for live in list(self.live.values()):
+            if live.ended and live.blocked_ns is not None and now_ns - live.blocked_ns >= self.slow_reader_ns:
+                self.cut(live, "slow_reader")
 
     async def scrape(self) -> bytes:
         """The exposition, with the engine's numbers as fresh as its current iteration allows."""

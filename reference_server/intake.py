@@ -23,6 +23,9 @@ class Asked:
     max_tokens: int
     stop_after: int | None
     fault: str
+    request_class: str
+    ttft_limit_ns: int | None
+    itl_max_limit_ns: int | None
 
 
 class Intake:
@@ -69,7 +72,17 @@ class Intake:
                 param="max_tokens", code="context_length_exceeded",
             )  # fmt: skip
         known["max_tokens"] = max_tokens
-        return Asked(completion, prompt, max_tokens, stop_after, fault)
+        limits = known.get("limits", {})
+        return Asked(
+            completion,
+            prompt,
+            max_tokens,
+            stop_after,
+            fault,
+            request_class=known["class_"],
+            ttft_limit_ns=limits.get("ttft_ns"),
+            itl_max_limit_ns=limits.get("itl_max_ns"),
+        )
 
     def _promised(self) -> None:
         """Class and limits. A class that the contract does not know is refused; without a contract none is."""

@@ -283,7 +283,7 @@ def test_unknown_paths_answer_in_the_form_of_the_api(served: Served) -> None:
 
 
 def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
-    served = Served(tmp_path, "--max-undelivered", "100", "--send-buffer", "4096")
+    served = Served(tmp_path, "--max-undelivered", "100", "--slow-reader-after", "500ms", "--send-buffer", "4096")
     request_id = new_request_id()
     body = {"model": "builtin", "prompt": "the river", "max_tokens": 8000, "stream": True}
     slow = Conversation(served.port, body, {"x-sloscope-request-id": request_id}, receive_buffer=2048)
