@@ -97,7 +97,7 @@ def qualified(result: Result, limits: Contracted) -> Verdict:
 
 
 class Observer:
-    """Sees everything that happens, as it happens. It may call `Simulation.leave` and `Simulation.complete`."""
+    """Sees everything that happens, as it happens. It may call `arrive`, `leave` and `complete`."""
 
     def moved(self, transition: Transition, now_ns: int) -> None: ...
 
@@ -167,12 +167,15 @@ class Simulation:
         self._arriving: dict[str, Arrival] = {}
         self._slow: dict[str, _Slow] = {}
         for arrival in arrivals:
-            key = arrival.request.key
-            assert key not in self._arriving, f"request {key} arrives twice"
-            self._arriving[key] = arrival
-            self._push(arrival.request.arrived_ns, _Kind.ARRIVES, key)
-            if arrival.leaves_ns is not None:
-                self.leave(key, arrival.leaves_ns)
+            self.arrive(arrival)
+
+    def arrive(self, arrival: Arrival) -> None:
+        key = arrival.request.key
+        assert key not in self._arriving and key not in self.results, f"request {key} arrives twice"
+        self._arriving[key] = arrival
+        self._push(arrival.request.arrived_ns, _Kind.ARRIVES, key)
+        if arrival.leaves_ns is not None:
+            self.leave(key, arrival.leaves_ns)
 
     def leave(self, key: str, at_ns: int, reason: str = "disconnect") -> None:
         """The client goes away then."""
@@ -185,15 +188,20 @@ class Simulation:
     def run(self, until_ns: int | None = None) -> list[Result]:
         """All results in order of arrival. It stops when nothing is left to happen, or before what comes later than
         `until_ns`."""
-        while until_ns is None or self.now_ns <= until_ns:
-            self._take_events()
-            if not self.scheduler.has_work:
-                if not self._events:
-                    break
-                self.now_ns = self._events[0].at_ns
-            elif not self._step() and self.scheduler.has_work:
-                self.now_ns = self._next_ns()
+        while (until_ns is None or self.now_ns <= until_ns) and self.step():
+            pass
         return list(self.results.values())
+
+    def step(self) -> bool:
+        """One boundary, and the iteration after it or the jump to what happens next. False: nothing is left."""
+        self._take_events()
+        if not self.scheduler.has_work:
+            if not self._events:
+                return False
+            self.now_ns = self._events[0].at_ns
+        elif not self._iterate() and self.scheduler.has_work:
+            self.now_ns = self._next_ns()
+        return True
 
     # --- one boundary
 
@@ -224,7 +232,7 @@ class Simulation:
             self._slow[request.key] = _Slow(arrival.reader.token_ns)
         self.scheduler.submit(request, self.now_ns)
 
-    def _step(self) -> bool:
+    def _iterate(self) -> bool:
         start_ns = self.now_ns
         plan = self.scheduler.plan(start_ns)
         self._settle()

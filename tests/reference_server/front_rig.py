@@ -3,7 +3,6 @@
 import asyncio
 import json
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from sloscope.clock import SystemClock
 from sloscope.contract import Contract
 from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
 from sloscope.records import Record
-from tests.reference_server.serving import until
+from tests.reference_server.serving import leave, until
 
 CHARACTER_OF = {byte: character for character, byte in byte_alphabet().items()}
 END_TOKEN = 256  # tokens 0 … 255 are the bytes
@@ -199,12 +198,7 @@ class Client:
         return data
 
     def leave(self, how: str) -> int:
-        """close: FIN, or a reset when something is unread. When it began, in ns."""
+        """When it began, in ns."""
         at_ns = time.monotonic_ns()
-        if how == "half-close":
-            self.socket.shutdown(socket.SHUT_WR)
-            return at_ns
-        if how == "reset":
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
+        leave(self.socket, how)
         return at_ns

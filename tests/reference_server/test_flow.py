@@ -7,6 +7,7 @@ import pytest
 
 from sloscope.contract import from_shorthand
 from tests.reference_server.front_rig import END_TOKEN, Client, FrontRig
+from tests.reference_server.serving import WAYS_TO_LEAVE as WAYS
 from tests.reference_server.serving import until
 
 SLOW_READER_NS = 300_000_000
@@ -202,8 +203,6 @@ def test_what_can_never_be_is_refused_for_good(rig: FrontRig) -> None:
 
 
 # --- leaving
-
-WAYS = ("close", "half-close", "reset")
 
 
 @pytest.mark.parametrize("how", WAYS)

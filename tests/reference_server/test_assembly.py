@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from reference_server.admission import DeadlineAdmission
+from reference_server.assembly import PolicyChoice, assemble
+from reference_server.cost_model import CostModel
+from reference_server.fairness import DeficitRoundRobin, ServiceUnit, VirtualTokenCounter
+from reference_server.orders import EarliestDeadline, Fcfs, Lanes
+from reference_server.policies import AdmitAll, Full, Optimistic
+from reference_server.prefill_budget import DecodeSlack, Static
+from reference_server.remaining import EstimatedReservation
+from sloscope.errors import ConfigError
+
+LENGTHS = '[{"cohort": "chat", "tokens": 10, "at_risk": 4, "events": 4, "survival": 0.0}]'
+
+
+def test_nothing_chosen_is_first_come_first_served_with_whole_promises_and_prompts() -> None:
+    policies, unit, cost, lengths = assemble(PolicyChoice())
+    assert [type(part) for part in (policies.order, policies.admission, policies.reservation, policies.budget)] == [
+        Fcfs,
+        AdmitAll,
+        Full,
+        Static,
+    ]
+    assert policies.budget.tokens([], [], 0) is None
+    assert unit == ServiceUnit(1, 2) and cost.model is None and lengths is None
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("fcfs", Fcfs), ("edf", EarliestDeadline), ("vtc", VirtualTokenCounter), ("drr", DeficitRoundRobin)],
+)
+def test_orders_stand_alone_or_in_lanes(name: str, kind: type) -> None:
+    assert type(assemble(PolicyChoice(order=name)).policies.order) is kind
+    assert type(assemble(PolicyChoice(order=name, lanes=("a", "b"))).policies.order) is Lanes
+
+
+def test_reservations_and_budgets(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(LENGTHS)
+    assert type(assemble(PolicyChoice(reservation="optimistic")).policies.reservation) is Optimistic
+    parts = assemble(PolicyChoice(reservation="estimate", lengths=str(file)))
+    assert type(parts.policies.reservation) is EstimatedReservation and parts.lengths is not None
+    budget = assemble(PolicyChoice(prefill_slack=True, prefill_tokens=8)).policies.budget
+    assert isinstance(budget, DecodeSlack) and (budget.minimum, budget.maximum) == (8, 8)
+
+
+def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
+    file = tmp_path / "cost.json"
+    model = CostModel(1e6, 1e3, 2e3, 1.0)
+    file.write_text(model.to_json())
+    parts = assemble(PolicyChoice(admission="deadline", cost_model=str(file)))
+    assert parts.cost.model == model and type(parts.policies.admission) is DeadlineAdmission
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        (PolicyChoice(order="lifo"), "order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
+        (PolicyChoice(admission="maybe"), "--admission: 'maybe'; accepted: none, deadline"),
+        (PolicyChoice(reservation="half"), "--reservation: 'half'; accepted: full, optimistic, estimate"),
+        (PolicyChoice(reservation="estimate"), "'estimate' needs lengths; accepted: together with --lengths FILE"),
+        (PolicyChoice(lengths="/nowhere.json"), "cannot be read"),
+        (PolicyChoice(cost_model="/nowhere.json"), "--cost-model: '/nowhere.json'"),
+        (PolicyChoice(unit_output=0), "service unit"),
+        (PolicyChoice(order="vtc", tenant_weights={"a": -1}), "weight"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(choice: PolicyChoice, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        assemble(choice)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_journal_names_every_choice() -> None:
+    names = PolicyChoice(order="vtc", lanes=("a", "b"), prefill_tokens=64, prefill_slack=True).names()
+    assert names == {
+        "order": "vtc",
+        "lanes": "a,b",
+        "admission": "none",
+        "reservation": "full",
+        "prefill": "slack, at most 64",
+    }
