@@ -23,9 +23,12 @@ GROUPINGS = ("class", "tenant")
 
 
 class Curve:
-    """The share of answers longer than t tokens: 1 before the first of `lengths`, flat between them."""
+    """The share of answers longer than t tokens: 1 before the first of `lengths`, flat between them.
 
-    __slots__ = ("_area", "_lengths", "_minus_survival", "_survival", "largest")
+    `known_below`: of an answer with fewer tokens than this the curve knows how it went on.
+    """
+
+    __slots__ = ("_area", "_lengths", "_minus_survival", "_survival", "known_below", "largest")
 
     def __init__(self, lengths: Sequence[int], survival: Sequence[float]) -> None:
         assert lengths and len(lengths) == len(survival)
@@ -33,6 +36,8 @@ class Curve:
         self._lengths = list(lengths)
         self._survival = list(survival)
         self._minus_survival = [-share for share in survival]
+        # With late entries a small risk set may take the curve to 0 for good, before its end.
+        self.known_below = next((t for t, share in zip(lengths, survival, strict=True) if not share), lengths[-1])
         # The area under the curve from 0 to each length, so that any stretch of it is one subtraction.
         self._area = [float(lengths[0])]
         for i in range(1, len(lengths)):
@@ -46,10 +51,14 @@ class Curve:
         at = bisect_right(self._lengths, tokens) - 1
         return self._area[at] + self._survival[at] * (tokens - self._lengths[at]) if at >= 0 else float(tokens)
 
-    def first_at_or_below(self, share: float, after: int) -> int | None:
-        """The first length beyond `after` at which the curve is no higher than this; None: it never gets there."""
-        at = max(bisect_left(self._minus_survival, -share), bisect_right(self._lengths, after))
-        return self._lengths[at] if at < len(self._lengths) else None
+    def quantile(self, level: float, generated: int, cap: int) -> int:
+        """The fewest tokens m beyond `generated` for which the chance of more than m is 1 - level or below; where the
+        curve never gets there, all that the cap leaves."""
+        lengths = self._lengths
+        at = bisect_right(lengths, generated)
+        share = self._survival[at - 1] if at else 1.0
+        at = bisect_left(self._minus_survival, share * (level - 1 - TOLERANCE), at)
+        return (min(lengths[at], cap) if at < len(lengths) else cap) - generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +107,9 @@ class Remaining:
 
     def quantile(self, level: float) -> int:
         """The fewest tokens m for which the chance of more than m is 1 - level or below."""
-        rest = self.cap - self.generated
         if self.curve is None:
-            return rest
-        share = (1 - level + TOLERANCE) * self.curve.share_beyond(self.generated)
-        length = self.curve.first_at_or_below(share, self.generated)
-        return rest if length is None else min(length - self.generated, rest)
+            return self.cap - self.generated
+        return self.curve.quantile(level, self.generated, self.cap)
 
 
 class LengthTable:
@@ -138,10 +144,22 @@ class LengthTable:
         """From the cohort's curve, else from the pooled one, else from the cap alone. A curve in which no answer was
         longer than `generated` says nothing of one that is."""
         assert 0 <= generated <= cap, f"{generated} tokens generated of at most {cap}"
-        for source, curve in (("cohort", self._curves.get(cohort)), ("pooled", self._pooled)):
-            if curve is not None and generated < curve.largest and curve.share_beyond(generated) > 0:
-                return Remaining(generated, cap, curve, source)
-        return Remaining(generated, cap, None, "cap")
+        curve, source = self._curve(cohort, generated)
+        return Remaining(generated, cap, curve, source)
+
+    def quantile(self, cohort: str, generated: int, cap: int, level: float) -> int:
+        """`remaining(…).quantile(level)` alone: policies ask it for each running request at each boundary."""
+        curve = self._curve(cohort, generated)[0]
+        return cap - generated if curve is None else curve.quantile(level, generated, cap)
+
+    def _curve(self, cohort: str, generated: int) -> tuple[Curve | None, str]:
+        curve = self._curves.get(cohort)
+        if curve is not None and generated < curve.known_below:
+            return curve, "cohort"
+        curve = self._pooled
+        if curve is not None and generated < curve.known_below:
+            return curve, "pooled"
+        return None, "cap"
 
 
 @dataclass(slots=True)
@@ -155,8 +173,13 @@ class Lengths:
         assert self.by in GROUPINGS
 
     def of(self, request: Request) -> Remaining:
-        cohort = request.request_class if self.by == "class" else request.tenant
-        return self.table.remaining(cohort or "(none)", len(request.output), request.max_tokens)
+        return self.table.remaining(self._cohort(request), len(request.output), request.max_tokens)
+
+    def quantile(self, request: Request, level: float) -> int:
+        return self.table.quantile(self._cohort(request), len(request.output), request.max_tokens, level)
+
+    def _cohort(self, request: Request) -> str:
+        return (request.request_class if self.by == "class" else request.tenant) or "(none)"
 
 
 class EstimatedReservation:
@@ -168,7 +191,7 @@ class EstimatedReservation:
         self.level = level
 
     def promised_tokens(self, request: Request) -> int:
-        more = max(self.lengths.of(request).quantile(self.level), 1)
+        more = max(self.lengths.quantile(request, self.level), 1)
         return min(request.tokens + more, request.total_tokens)
 
 

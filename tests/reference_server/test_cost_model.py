@@ -93,6 +93,27 @@ def test_rare_prefill_that_fits_worse_is_not_trimmed_away_as_an_outlier() -> Non
     assert model.prefill_token_ns == pytest.approx(TRUE.prefill_token_ns, rel=0.15)
 
 
+def scattered(samples: list[Sample], sigma: float, seed: int = 6) -> list[Sample]:
+    """Lognormal: the mean is exp(sigma² / 2) times the median."""
+    draw = random.Random(seed)
+    return [Sample(shape, round(ns * draw.lognormvariate(0, sigma))) for shape, ns in samples]
+
+
+def test_scatter_does_not_make_predictions_short() -> None:
+    _, error = fit(scattered(steps(5_000), 0.3))
+    # Without scaling it would be some 2 · 0.3² = 18 % short; trimming the slowest leaves a few percent.
+    assert error.bias is not None and -0.05 < error.bias < 0.05
+
+
+def test_online_scatter_does_not_make_predictions_short() -> None:
+    online = OnlineFit()
+    feed(online, scattered(steps(5_000), 0.3))
+    model = online.model
+    assert model is not None
+    bias = error_of(model, scattered(steps(5_000, seed=8), 0.3, seed=9)).bias
+    assert bias is not None and -0.05 < bias < 0.05
+
+
 def test_a_negative_effect_is_fitted_as_none() -> None:
     # Time falls with the number of decodes: the best line that may not fall is flat.
     falling = [Sample(StepShape(0, n, 0), 1_000_000 - 10_000 * n) for n in range(1, 17)]
@@ -206,9 +227,19 @@ def test_the_prior_stands_where_nothing_was_seen_and_gives_way_where_something_w
     feed(online, decodes)
     model = online.model
     assert model is not None
-    assert (model.prefill_token_ns, model.prefill_pair_ns) == pytest.approx((70_000, 25))
+    assert (model.prefill_token_ns, model.prefill_pair_ns) == pytest.approx((70_000, 25), rel=0.01)
     before, after = error_of(prior, decodes).p90, error_of(model, decodes).p90
     assert before is not None and before > 0.1 and after is not None and after < 0.02
+
+
+@pytest.mark.parametrize("wrong", [0.1, 10])
+def test_a_prior_of_another_machine_is_outweighed_in_some_hundred_steps(wrong: float) -> None:
+    online = OnlineFit(TRUE.scaled(wrong))
+    feed(online, steps(300))
+    model = online.model
+    assert model is not None
+    error = error_of(model, steps(300, seed=7))
+    assert error.p90 is not None and error.p90 < 0.2 and error.bias is not None and abs(error.bias) < 0.1
 
 
 def test_online_stalls_pull_little() -> None:
@@ -218,7 +249,8 @@ def test_online_stalls_pull_little() -> None:
     model = online.model
     assert model is not None
     quiet = error_of(model, samples)
-    assert quiet.p90 is not None and quiet.p90 < 0.02
+    # A fiftieth of the steps counts three times in the level, which is 4 % more.
+    assert quiet.p90 is not None and quiet.p90 < 0.05
 
 
 @settings(max_examples=50, deadline=None)
