@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dashboards import layout, panels_engine, panels_recorder
+from dashboards import layout, panels_engine, panels_recorder, panels_sql
 
 UID = "sloscope-engine-against-receipt"
 
@@ -64,6 +64,15 @@ def dashboard() -> Any:
                     panels_engine.work_against_ceilings,
                     panels_engine.modelled_flops,
                     panels_engine.modelled_bytes,
+                ),
+            ),
+            layout.Row(
+                "The engine's journal",
+                (
+                    panels_sql.step_work,
+                    panels_sql.admission_calibration,
+                    panels_sql.state_times,
+                    panels_sql.kv_usage,
                 ),
             ),
         ),

@@ -20,6 +20,10 @@ QUESTIONS = (
     "ttft_budget",
     "survival",
     "dispatch_lag",
+    "step_work",
+    "admission_calibration",
+    "state_times",
+    "kv_usage",
 )
 _MINUTES = {"bucket_s": "60"}
 _RULES = "Requests are assigned by arrival."
@@ -140,6 +144,29 @@ def attainment_by_both() -> Any:
             style.query(promql.highest(from_sql, ("class",)), "SQL {{class}}"),
         ],
     )
+
+
+def step_work() -> Any:
+    text = (
+        "Per kind of step and batch size: time, modelled work, the least time that the measured ceilings allow, and "
+        "which of them binds. Steps by their begin."
+    )
+    return style.answer("Steps against the machine's ceilings", text, "step_work", span=24)
+
+
+def admission_calibration() -> Any:
+    text = f"First tokens against what admission said, by verdict and decile of what it said. {_RULES}"
+    return style.answer("Admission's predictions", text, "admission_calibration", span=24)
+
+
+def state_times() -> Any:
+    text = f"How long requests stay in each state of the engine, and by which way they leave it. {_RULES}"
+    return style.answer("Time in each state", text, "state_times")
+
+
+def kv_usage() -> Any:
+    text = "By the minute: KV that holds tokens, is promised, free or cached, held by paused requests; what was reused."
+    return style.answer("KV usage", text, "kv_usage", _MINUTES)
 
 
 def goodput_gauge() -> Any:

@@ -140,7 +140,7 @@ _KINDS = {
     "late": "A fact that came after the end; compaction merges it.",
     "state": "A state of a request in the engine changed.",
     "step": "One iteration of the engine.",
-    "engine": "What an engine process is and how it is set: at its start, and again when something of it changes.",
+    "engine": "What an engine process is and how it is set: at its start and, whole again, when any of it changes.",
     "decision": "One decision of admission.",
 }
 

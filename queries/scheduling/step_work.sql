@@ -7,32 +7,32 @@
 --   ceiling_kv_bytes_per_s        double  bytes/s  null  min 0  null: as the engine recorded it
 --   ceiling_transfer_bytes_per_s  double  bytes/s  null  min 0  null: as the engine recorded it
 -- outputs:
---   step_kind          varchar  -         prefill, mixed, decode or empty
---   batch_from         bigint   requests  smallest batch size that occurred in the range
---   batch_to           bigint   requests  largest; ranges are 1, 2, 3-4, 5-8, … 257-512, 513 and more
---   steps              bigint   steps
---   judged             bigint   steps     of those, with work and all four ceilings: the columns from flops_s on are theirs
---   step_s             double   seconds   planning included, in sum
---   step_mean_s        double   seconds
---   device_s           double   seconds   the forward passes alone, in sum
---   prefill_tokens     bigint   tokens
---   decode_tokens      bigint   tokens
---   linear_flops       double   FLOP      matrix products with weights
---   attention_flops    double   FLOP      scores and values
---   weight_bytes       double   bytes
---   kv_read_bytes      double   bytes
---   kv_write_bytes     double   bytes
---   transfer_bytes     double   bytes     between host and device
---   flops_s            double   seconds   that the operations need at least
---   weight_s           double   seconds   that reading the weights needs at least
---   kv_s               double   seconds   that reading and writing KV needs at least
---   transfer_s         double   seconds   that the transfers need at least
---   least_s            double   seconds   that the steps need at least
---   achieved           double   ratio     least_s / the judged steps' time
---   achieved_device    double   ratio     least_s / the judged steps' forward passes
---   binds              varchar  -         flops, weight, kv or transfer: what holds most of least_s back
---   binds_share        double   ratio     of least_s in steps that it binds
---   reason             varchar  -         why nothing was judged: no work recorded, or not calibrated
+--   step_kind              varchar  -         prefill, mixed, decode or empty
+--   batch_from             bigint   requests  smallest batch size that occurred in the range
+--   batch_to               bigint   requests  largest; ranges are 1, 2, 3-4, 5-8, … 257-512, 513 and more
+--   steps                  bigint   steps
+--   judged                 bigint   steps     of those, with work and all four ceilings: the columns from flops_s on are theirs
+--   step_s                 double   seconds   planning included, in sum
+--   step_mean_s            double   seconds
+--   device_s               double   seconds   the forward passes alone, in sum
+--   prefill_tokens         bigint   tokens
+--   decode_tokens          bigint   tokens
+--   linear_flops           double   FLOP      matrix products with weights
+--   attention_flops        double   FLOP      scores and values
+--   weight_bytes           double   bytes
+--   kv_read_bytes          double   bytes
+--   kv_write_bytes         double   bytes
+--   transfer_bytes         double   bytes     between host and device
+--   flops_s                double   seconds   that the operations need at least
+--   weight_s               double   seconds   that reading the weights needs at least
+--   kv_s                   double   seconds   that reading and writing KV needs at least
+--   transfer_s             double   seconds   that the transfers need at least
+--   least_s                double   seconds   that the steps need at least
+--   achieved_share         double   ratio     least_s / the judged steps' time
+--   achieved_device_share  double   ratio     least_s / the judged steps' forward passes
+--   binds                  varchar  -         flops, weight, kv or transfer: what holds most of least_s back
+--   binds_share            double   ratio     of least_s in steps that it binds
+--   reason                 varchar  -         why nothing was judged: no work recorded, or not calibrated
 -- rules: Steps that began inside the window. The kind is by prompt and decode tokens; a batch is the requests in prefill
 --   and in decode. Work is what the model's shape implies, ceilings are those in force when the step began, unless given.
 --   Per step: least = max(operations, weights + KV) + transfers, each over its ceiling. Arithmetic runs while memory
@@ -198,8 +198,8 @@ final as (
         by_class.kv_ns / 1e9 as kv_s,
         by_class.transfer_ns / 1e9 as transfer_s,
         by_class.least_ns / 1e9 as least_s,
-        by_class.least_ns / nullif(by_class.judged_step_ns, 0) as achieved,
-        by_class.least_with_device_ns / nullif(by_class.judged_device_ns, 0) as achieved_device,
+        by_class.least_ns / nullif(by_class.judged_step_ns, 0) as achieved_share,
+        by_class.least_with_device_ns / nullif(by_class.judged_device_ns, 0) as achieved_device_share,
         by_bound.binds,
         by_bound.least_ns / nullif(by_class.least_ns, 0) as binds_share,
         case

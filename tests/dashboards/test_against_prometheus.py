@@ -28,6 +28,7 @@ LABELS = {
     "outcome": ("completed", "cancelled"),
     "reason": ("voluntary",),
     "limit": ("ttft", "ttft_visible", "itl_max", "tpot", "e2e"),
+    "part": ("weights", "kv", "kv_read", "transfer"),
 }
 
 
@@ -43,6 +44,7 @@ class Target:
             (store, metric, labels)
             for store, process in zip(self._stores, ("sidecar", "server"), strict=True)
             for metric in catalogue.exposed_by(process)
+            if metric.processes[0] == process  # one address: what both expose stands once
             for labels in label_sets(metric.labels)
         ]
         for store, metric, labels in self._children:

@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 
 from queries.compaction import compact
+from queries.runner import Session
+from sloscope import contract as contracts
 from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.journal import JournalWriter
@@ -124,6 +126,28 @@ def test_transitions_of_one_boundary_keep_the_order_in_which_they_were_made(tmp_
     compact(tmp_path)
     rows = select(tmp_path, "select from_state from {states} order by at_ns, place")
     assert [before for (before,) in rows] == chain[:-1]
+
+
+def test_a_journal_that_was_written_before_steps_named_their_work_still_answers(tmp_path: Path) -> None:
+    """The lines as an earlier release wrote them."""
+    folder = tmp_path / "journal" / "engine"
+    folder.mkdir(parents=True)
+    key = new_id(1)
+    lines = [
+        f'{{"v":1,"kind":"clock","mono_ns":0,"wall_ns":{WALL},"clock_id":"c"}}',
+        f'{{"v":1,"kind":"state","request_id":"{key}","attempt":0,"at_ns":5,"to_state":"WAITING","reason":"arrived"}}',
+        f'{{"v":1,"kind":"decision","request_id":"{key}","attempt":0,"at_ns":6,"verdict":"admit","reason":"fits"}}',
+        f'{{"v":1,"kind":"step","step_id":1,"start_ns":10,"end_ns":30,"device_ns":15,"prefill_tokens":8,"decode_tokens":0,'
+        f'"prefill_ids":["{key}"],"decode_ids":[],"kv_blocks_resident":1,"kv_blocks_reserved":2,"kv_blocks_free":5,'
+        f'"modelled_flops":1000,"modelled_bytes":2000}}',
+    ]
+    (folder / "00000000-1-0-0.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    with Session(tmp_path, contracts.preset("exercise"), window=(WALL, WALL + SECOND)) as session:
+        (step,) = session.run("step_work").rows
+        (usage,) = session.run("kv_usage", bucket_s=1).rows
+    assert (step["step_kind"], step["steps"], step["reason"]) == ("prefill", 1, "no work recorded")
+    # 1 + 2 + 5 blocks
+    assert (usage["kv_blocks"], usage["free_min"], usage["cached_mean"], usage["unbalanced"]) == (8, 5, None, None)
 
 
 def test_steps_of_an_engine_that_was_started_again_on_the_same_boot_are_told_apart(tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ def test_the_share_and_what_binds_are_those_of_the_engine(
     assert len(found) == len(expected)
     for row, by_engine in zip(found, expected, strict=True):
         assert row["binds"] == (by_engine.binds or None)
-        assert row["achieved"] == pytest.approx(by_engine.share, rel=1e-9)
+        assert row["achieved_share"] == pytest.approx(by_engine.share, rel=1e-9)
         assert math.isclose(row["least_s"] * 1e9, by_engine.least_ns, rel_tol=1e-9)
