@@ -52,12 +52,13 @@ ranked as (
 
 pairs as (
     select
-        first.engine_id,
-        first.tenant as tenant_a,
-        second.tenant as tenant_b
-    from ranked as first
-    inner join ranked as second on first.engine_id = second.engine_id and first.tenant < second.tenant
-    where first.place <= $tenants and second.place <= $tenants
+        ranked_a.engine_id,
+        ranked_a.tenant as tenant_a,
+        ranked_b.tenant as tenant_b
+    from ranked as ranked_a
+    inner join ranked as ranked_b
+        on ranked_a.engine_id = ranked_b.engine_id and ranked_a.tenant < ranked_b.tenant
+    where ranked_a.place <= $tenants and ranked_b.place <= $tenants
 ),
 
 of_either as (

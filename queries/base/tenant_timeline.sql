@@ -1,0 +1,139 @@
+-- view: the service that each tenant received from an engine, and how many of its requests waited
+-- grain: one row per engine process, tenant and stamp at which one of the two changed
+-- inputs: requests, steps, step_requests, states, engines, run_window
+-- rules: Prompt tokens count at the end of the step that ran them, in sum at most the request's prompt: what is run again
+--   after a preemption is no service. Where a step did not record how many, the whole prompt counts at the first step
+--   that ran some of it. An output token counts at the end of the step of its decode; the token that a prompt's last
+--   part brings counts when the request leaves PREFILL for DECODE or FINISHED. `waiting` counts requests in WAITING or
+--   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count. All
+--   on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The units
+--   are those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A request
+--   without a tenant is of tenant ''.
+with
+
+seen as (
+    select
+        steps.engine_id,
+        min(steps.start_ns) as from_ns,
+        max(steps.end_ns) as to_ns
+    from steps
+    inner join run_window
+        on steps.start_at_ns >= run_window.window_start_ns and steps.start_at_ns < run_window.window_end_ns
+    group by steps.engine_id
+),
+
+units as (
+    select
+        engine_id,
+        unit_prompt,
+        unit_output,
+        row_number() over (partition by engine_id order by at_ns desc, place desc) as from_last
+    from engines
+),
+
+tenants as (
+    select
+        request_id,
+        coalesce(tenant, '') as tenant,
+        prompt_tokens
+    from requests
+),
+
+prompt_parts as (
+    select
+        step_requests.engine_id,
+        tenants.tenant,
+        steps.end_ns as at_ns,
+        tenants.prompt_tokens,
+        coalesce(step_requests.tokens, tenants.prompt_tokens, 0) as part,
+        sum(coalesce(step_requests.tokens, tenants.prompt_tokens, 0)) over (
+            partition by step_requests.engine_id, step_requests.request_id
+            order by step_requests.step_id
+            rows between unbounded preceding and current row
+        ) as run_by_now
+    from step_requests
+    inner join steps on step_requests.engine_id = steps.engine_id and step_requests.step_id = steps.step_id
+    inner join tenants on step_requests.request_id = tenants.request_id
+    where step_requests.role = 'prefill'
+),
+
+changes as (
+    select
+        engine_id,
+        tenant,
+        at_ns,
+        least(run_by_now, prompt_tokens) - least(run_by_now - part, prompt_tokens) as prompt_tokens,
+        0 as output_tokens,
+        0 as waiting_change
+    from prompt_parts
+    union all
+    select
+        step_requests.engine_id,
+        tenants.tenant,
+        steps.end_ns as at_ns,
+        0 as prompt_tokens,
+        1 as output_tokens,
+        0 as waiting_change
+    from step_requests
+    inner join steps on step_requests.engine_id = steps.engine_id and step_requests.step_id = steps.step_id
+    inner join tenants on step_requests.request_id = tenants.request_id
+    where step_requests.role = 'decode'
+    union all
+    select
+        states.engine_id,
+        tenants.tenant,
+        states.at_ns,
+        0 as prompt_tokens,
+        case when states.from_state = 'PREFILL' and states.to_state in ('DECODE', 'FINISHED') then 1 else 0 end
+            as output_tokens,
+        case
+            when states.to_state = 'WAITING' or states.to_state = 'PREEMPTED' and states.from_state <> 'PAUSED' then 1
+            else 0
+        end
+        - case
+            when
+                states.from_state = 'WAITING' or states.from_state = 'PREEMPTED' and states.came_from <> 'PAUSED'
+                then 1
+            else 0
+        end as waiting_change
+    from (
+        select
+            states.*,
+            lag(from_state) over (partition by engine_id, request_id order by at_ns, place) as came_from
+        from states
+    ) as states
+    inner join tenants on states.request_id = tenants.request_id
+),
+
+by_stamp as (
+    select
+        engine_id,
+        tenant,
+        at_ns,
+        cast(sum(prompt_tokens) as bigint) as prompt_tokens,
+        cast(sum(output_tokens) as bigint) as output_tokens,
+        cast(sum(waiting_change) as bigint) as waiting_change
+    from changes
+    group by engine_id, tenant, at_ns
+),
+
+final as (
+    select
+        by_stamp.*,
+        cast(
+            sum(by_stamp.waiting_change) over (
+                partition by by_stamp.engine_id, by_stamp.tenant
+                order by by_stamp.at_ns
+                rows between unbounded preceding and current row
+            ) as bigint
+        ) as waiting,
+        seen.from_ns,
+        seen.to_ns,
+        units.unit_prompt,
+        units.unit_output
+    from by_stamp
+    inner join seen on by_stamp.engine_id = seen.engine_id
+    left join units on by_stamp.engine_id = units.engine_id and units.from_last = 1
+)
+
+select * from final
