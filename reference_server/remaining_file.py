@@ -23,10 +23,12 @@ class LengthFile:
         self.problem: str | None = None
         self._checked_ns: int | None = None
         try:
-            self._seen: _Signature | None = self._signature()
+            signature = self._signature()
             lengths.table = self._read()
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); accepted: a length table") from None
+        self._seen: _Signature | None = signature
+        self.written_at_ns = signature[0]  # wall time of the table in use
 
     def refresh(self, now_ns: int) -> bool:
         """Looks at most once a second; True when the table or the problem is another one now."""
@@ -40,6 +42,7 @@ class LengthFile:
                 return False
             self._seen = signature
             self.lengths.table = self._read()
+            self.written_at_ns = signature[0]
         except OSError as error:
             self._seen = None
             self.problem = f"{self.path}: cannot be read ({error.strerror}); the last good table stays in use"
@@ -49,11 +52,6 @@ class LengthFile:
             return self.problem != before
         self.problem = None
         return True
-
-    @property
-    def written_at_ns(self) -> int:
-        """Wall time of the file that was looked at last."""
-        return self._seen[0] if self._seen else 0
 
     def _signature(self) -> _Signature:
         stat = self.path.stat()

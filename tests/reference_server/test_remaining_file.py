@@ -36,9 +36,12 @@ def test_a_file_put_in_its_place_is_read_within_a_second(path: Path) -> None:
     assert length(file) == 10
     assert not file.refresh(0)  # the same file
     replace(path, text_for(30))
+    written_at_ns = path.stat().st_mtime_ns
     assert not file.refresh(NS_PER_S - 1) and length(file) == 10  # looked less than a second ago
     assert file.refresh(NS_PER_S) and length(file) == 30
     assert not file.refresh(2 * NS_PER_S) and file.problem is None
+    replace(path, "[")
+    assert file.refresh(3 * NS_PER_S) and file.written_at_ns == written_at_ns  # that of the table in use
 
 
 def test_a_damaged_file_is_refused_and_the_last_good_table_stays(path: Path) -> None:
