@@ -101,7 +101,7 @@ def test_linear_flops_are_those_that_torch_counts() -> None:
                 torch.tensor([1, 1, 2, 3, 4, 5]),
                 torch.tensor([8, 0, 1, 2, 3, 4]),
                 rows,
-                lambda _, q, k, v: q.flatten(1),
+                lambda _layer, q, *_kv: q.flatten(1),
             )
     work = step_work(checkpoint.config, batch, 4, decodes=1)
     assert counter.get_total_flops() == work.prefill_linear_flops + work.decode_linear_flops
