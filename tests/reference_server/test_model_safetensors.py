@@ -90,7 +90,8 @@ def our_logits(directory: Path, token_ids: list[int]) -> Tensor:  # [tokens, voc
     checkpoint = read_safetensors(directory)
     model = Llama(checkpoint.config, checkpoint.state, torch.float32, torch.device("cpu"))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # one sequence, whole
+    def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:  # one sequence, whole
+        k, v = kv.chunk(2, dim=1)
         heads_first = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
         out = functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
         return out.squeeze(0).transpose(0, 1).reshape(len(token_ids), -1)
