@@ -65,36 +65,38 @@ def step_work(config: ModelConfig, items: Sequence[StepItem], dtype_bytes: int, 
     back to the host an id for each sampled one. Block tables and sampling parameters depend on the layout and are left
     out, and so is moving activations.
     """
-    linear, attention = _flops(config, items[:decodes])
-    prefill_linear, prefill_attention = _flops(config, items[decodes:])
-    tokens = sum(len(item.token_ids) for item in items)
-    sampled = sum(item.sample for item in items)
-    kv_read = sum(item.position0 + len(item.token_ids) for item in items)
+    decode, prefill = _count(items[:decodes]), _count(items[decodes:])
+    head_weights = config.vocab * config.hidden
+    layer_weights = config.matmul_weights - head_weights
+    pair_flops = 4 * config.layers * config.heads * config.head_dim
     kv_bytes = config.kv_values_per_token * dtype_bytes
-    weights = (config.matmul_weights if sampled else _layer_weights(config)) if tokens else 0
+    tokens, sampled = decode.tokens + prefill.tokens, decode.sampled + prefill.sampled
+    weights = layer_weights * (tokens > 0) + head_weights * (sampled > 0)
     return Work(
-        prefill_linear_flops=prefill_linear,
-        prefill_attention_flops=prefill_attention,
-        decode_linear_flops=linear,
-        decode_attention_flops=attention,
+        prefill_linear_flops=2 * layer_weights * prefill.tokens + 2 * head_weights * prefill.sampled,
+        prefill_attention_flops=pair_flops * prefill.pairs,
+        decode_linear_flops=2 * layer_weights * decode.tokens + 2 * head_weights * decode.sampled,
+        decode_attention_flops=pair_flops * decode.pairs,
         weight_bytes=weights * dtype_bytes,
-        kv_read_bytes=kv_read * kv_bytes,
+        kv_read_bytes=(decode.kv_read + prefill.kv_read) * kv_bytes,
         kv_write_bytes=tokens * kv_bytes,
         transfer_bytes=INDEX_BYTES * (2 * tokens + 2 * sampled),
     )
 
 
-def _flops(config: ModelConfig, items: Sequence[StepItem]) -> tuple[int, int]:
-    tokens = sum(len(item.token_ids) for item in items)
-    sampled = sum(item.sample for item in items)
-    pairs = sum(attended_pairs(item.position0, len(item.token_ids)) for item in items)
-    linear = 2 * _layer_weights(config) * tokens + 2 * _head_weights(config) * sampled
-    return linear, 4 * config.layers * config.heads * config.head_dim * pairs
+class _Counts(NamedTuple):
+    tokens: int
+    sampled: int
+    pairs: int
+    kv_read: int  # positions
 
 
-def _head_weights(config: ModelConfig) -> int:
-    return config.vocab * config.hidden
-
-
-def _layer_weights(config: ModelConfig) -> int:
-    return config.matmul_weights - _head_weights(config)
+def _count(items: Sequence[StepItem]) -> _Counts:
+    tokens = sampled = pairs = kv_read = 0
+    for item in items:
+        count, position0 = len(item.token_ids), item.position0
+        tokens += count
+        sampled += item.sample
+        pairs += attended_pairs(position0, count)
+        kv_read += position0 + count
+    return _Counts(tokens, sampled, pairs, kv_read)
