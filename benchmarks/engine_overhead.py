@@ -1,0 +1,150 @@
+"""What the engine's loop costs beside the forward pass: plan, apply, hand-over, journal, metrics.
+
+The loop is the real one: requests come over a socket pair, tokens go back over it, the journal is written to disk, and
+the reader reports what it took, as the front end does. Of each turn the time inside the runner's step is taken off.
+"""
+
+import gc
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from reference_server.assembly import PolicyChoice, assemble
+from reference_server.engine import Engine, StepRunner
+from reference_server.kv_blocks import BlockPool
+from reference_server.ledger import Ledger
+from reference_server.link import EngineLink, FrameBuffer, Message, encode
+from reference_server.model_config import ModelConfig
+from reference_server.scheduler import Limits, Scheduler
+from reference_server.step_types import StepItem, StepResult
+from sloscope.clock import SystemClock
+from sloscope.exposition import MetricStore
+from sloscope.ids import new_request_id
+from sloscope.journal import JournalWriter
+
+BLOCK_TOKENS = 16
+MAX_UNDELIVERED = 256
+SLOW_READER_NS = 30_000_000_000
+WARM_UP_TURNS = 10
+
+
+class Turn(NamedTuple):
+    wall_ns: int
+    forward_wall_ns: int
+    cpu_ns: int  # of the loop's thread, which waits for nobody: what a machine that others use does not change
+    forward_cpu_ns: int
+
+    @property
+    def overhead_ns(self) -> int:
+        return self.wall_ns - self.forward_wall_ns
+
+    @property
+    def overhead_cpu_ns(self) -> int:
+        return self.cpu_ns - self.forward_cpu_ns
+
+
+class InstantRunner:
+    """Chooses token 2 for everyone, at once: what remains of a turn is the loop."""
+
+    def step(self, batch: Sequence[StepItem]) -> StepResult:
+        now_ns = time.monotonic_ns()
+        return StepResult([2 if item.sample else None for item in batch], now_ns, now_ns)
+
+
+class _TimedRunner:
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self.took = (0, 0)  # wall and CPU time of the latest step
+        self.tokens = 0
+
+    def step(self, batch: Sequence[StepItem]) -> StepResult:
+        before = _clocks()
+        result = self._runner.step(batch)
+        self.took = _since(before)
+        self.tokens = sum(len(item.token_ids) for item in batch)
+        return result
+
+
+def _clocks() -> tuple[int, int]:
+    return time.perf_counter_ns(), time.thread_time_ns()
+
+
+def _since(before: tuple[int, int]) -> tuple[int, int]:
+    wall_ns, cpu_ns = _clocks()
+    return wall_ns - before[0], cpu_ns - before[1]
+
+
+def blocks_needed(batch: int, context: int, turns: int) -> int:
+    return batch * -(-(context + turns + WARM_UP_TURNS + 2) // BLOCK_TOKENS)
+
+
+def measure_turns(
+    runner: StepRunner, config: ModelConfig, dtype_bytes: int, batch: int, context: int, turns: int, events: Path
+) -> list[Turn]:
+    """Turns in which `batch` sequences of `context` tokens and more take a decode step each."""
+    timed = _TimedRunner(runner)
+    ours, front = socket.socketpair()
+    clock = SystemClock()
+    journal = JournalWriter(events, "engine", clock, orjson.dumps)
+    max_tokens = turns + WARM_UP_TURNS + 2
+    parts = assemble(PolicyChoice())
+    limits = Limits(batch, context + max_tokens, 1024, MAX_UNDELIVERED, SLOW_READER_NS)
+    pool = BlockPool(blocks_needed(batch, context, turns), BLOCK_TOKENS)
+    scheduler = Scheduler(limits, pool, config.eos_ids, parts.policies)
+    ledger = Ledger(scheduler, MetricStore("server"), journal, config, dtype_bytes, parts.unit)
+    engine = Engine(timed, scheduler, EngineLink(ours), ledger, journal, clock, parts.cost, parts.lengths)
+    reader = _Reader(front)
+    gc.collect()
+    gc.freeze()  # as the engine process does
+    try:
+        for _ in range(batch):
+            reader.ask(context, max_tokens)
+        found: list[Turn] = []
+        while len(found) < turns + WARM_UP_TURNS:
+            before = _clocks()
+            engine.turn()
+            (wall_ns, cpu_ns), (forward_wall_ns, forward_cpu_ns) = _since(before), timed.took
+            turn = Turn(wall_ns, forward_wall_ns, cpu_ns, forward_cpu_ns)
+            if timed.tokens == batch:  # not a prefill
+                found.append(turn)
+            reader.take()
+        return found[WARM_UP_TURNS:]
+    finally:
+        gc.unfreeze()
+        journal.close()
+        ours.close()
+        front.close()
+
+
+class _Reader:
+    """The front end's side of the socket, between turns."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._frames = FrameBuffer()
+        self._taken: dict[str, int] = {}
+
+    def ask(self, prompt_tokens: int, max_tokens: int) -> None:
+        message: Message = {
+            "op": "new", "key": new_request_id(), "prompt": [3] * prompt_tokens, "max_tokens": max_tokens,
+            "stop_after": None, "temperature": 0.0, "top_p": 1.0, "seed": 0, "mask_eos": True, "tenant": "",
+            "arrived_ns": time.monotonic_ns(), "fault": "", "request_class": "", "streaming": True,
+            "ttft_limit_ns": None, "itl_max_limit_ns": None,
+        }  # fmt: skip
+        self._socket.sendall(encode(message))
+
+    def take(self) -> None:
+        try:
+            while data := self._socket.recv(1 << 18):
+                for message in self._frames.feed(data):
+                    for key, *_ in message.get("rows", ()):
+                        self._taken[key] = self._taken.get(key, 0) + 1
+        except BlockingIOError:
+            pass
+        if self._taken:
+            self._socket.sendall(encode({"op": "delivered", "rows": list(self._taken.items())}))
