@@ -1,128 +1,97 @@
-"""An engine for the orders' tests: admits by `peek` under a token pool, runs prompts in pieces, decodes the rest.
-
-It also keeps the books that the orders are held to: service per tenant, and how far two tenants drift apart while both
-are backlogged.
-"""
+"""The scheduler under an order, for the orders' tests, and the books that an order is held to."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from reference_server.fairness import ServiceUnit
-from reference_server.policies import QueueOrder
+from reference_server.kv_blocks import BlockPool
+from reference_server.policies import Full, Optimistic, QueueOrder
+from reference_server.prefill_budget import Static
 from reference_server.request import Request, State
+from reference_server.scheduler import Limits, Policies, Scheduler
 
 STEP_NS = 1_000_000
+BLOCK_TOKENS = 4
 
 
 @dataclass
-class Ledger:
-    """Normalised service, and the largest drift between two tenants over an interval in which both were backlogged."""
+class Books:
+    """Service per tenant, and how far two tenants ever drifted apart, by weight, while both were backlogged."""
 
     unit: ServiceUnit
-    weights: dict[str, float]
-    service: Counter[str] = field(default_factory=Counter)
-    waiting: Counter[str] = field(default_factory=Counter)
+    weights: Mapping[str, float]
+    service: dict[str, float] = field(default_factory=dict)
     worst_gap: float = 0
-    _spells: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)  # least and largest difference
-
-    def note_waiting(self, tenant: str, change: int) -> None:
-        self.waiting[tenant] += change
-        if not self.waiting[tenant]:
-            self._spells = {pair: spell for pair, spell in self._spells.items() if tenant not in pair}
-        self.sample()
+    _spells: dict[tuple[str, ...], tuple[float, float]] = field(default_factory=dict)  # least and largest difference
 
     def note_service(self, tenant: str, prompt_tokens: int, output_tokens: int) -> None:
-        self.service[tenant] += self.unit.of(prompt_tokens, output_tokens)  # type: ignore[assignment]
+        self.service[tenant] = self.service.get(tenant, 0) + self.unit.of(prompt_tokens, output_tokens)
 
-    def sample(self) -> None:
-        for pair in combinations(sorted(tenant for tenant, count in self.waiting.items() if count), 2):
-            a, b = (self.service[tenant] / self.weights.get(tenant, 1) for tenant in pair)
+    def note_backlog(self, backlogged: set[str]) -> None:
+        """After whatever may have changed the backlog or the service."""
+        spells = {}
+        for pair in combinations(sorted(backlogged), 2):
+            a, b = (self.service.get(tenant, 0) / self.weights.get(tenant, 1) for tenant in pair)
             low, high = self._spells.get(pair, (a - b, a - b))
-            self._spells[pair] = (min(low, a - b), max(high, a - b))
-            self.worst_gap = max(self.worst_gap, high - low, a - b - low, high - (a - b))
+            low, high = min(low, a - b), max(high, a - b)
+            spells[pair] = low, high
+            self.worst_gap = max(self.worst_gap, high - low)
+        self._spells = spells
 
 
 class World:
-    """One iteration per `step`, STEP_NS apart; the largest prompt piece of an iteration is `budget` tokens."""
+    """One iteration per `step`, STEP_NS apart."""
 
     def __init__(
         self,
         order: QueueOrder,
         unit: ServiceUnit,
-        weights: dict[str, float] | None = None,
+        weights: Mapping[str, float] | None = None,
         slots: int = 4,
         pool_tokens: int = 64,
         budget: int = 8,
+        whole: bool = True,
+        prefix_reuse: bool = False,
     ) -> None:
         self.order = order
-        self.ledger = Ledger(unit, weights or {})
-        self.slots, self.free_tokens, self.budget = slots, pool_tokens, budget
-        self.running: list[Request] = []
+        self.books = Books(unit, weights or {})
+        pool = BlockPool(pool_tokens // BLOCK_TOKENS, BLOCK_TOKENS, prefix_reuse)
+        policies = Policies(order=order, reservation=Full() if whole else Optimistic(), budget=Static(budget))
+        self.scheduler = Scheduler(Limits(slots, max_context=pool_tokens, max_waiting=10_000), pool, (), policies)
         self.admissions: list[Request] = []
+        self.preemptions = 0
         self.now_ns = 0
 
     def submit(self, request: Request) -> None:
-        request.arrived_ns = request.queued_ns = self.now_ns
-        request.move(State.WAITING)
-        self.order.add(request, self.now_ns)
-        self.ledger.note_waiting(request.tenant, +1)
+        request.arrived_ns = self.now_ns
+        assert self.scheduler.submit(request, self.now_ns) is None
+        self._settle()
 
     def cancel(self, request: Request) -> None:
-        if request.state is State.WAITING:
-            self.order.remove(request)
-            self.ledger.note_waiting(request.tenant, -1)
-            request.move(State.CANCELLED)
-            self.order.ended(request)
-        elif request in self.running:
-            self._end(request, State.CANCELLED)
-
-    def _end(self, request: Request, state: State) -> None:
-        self.running.remove(request)
-        self.free_tokens += request.total_tokens
-        request.move(state)
-        self.order.ended(request)
+        self.scheduler.cancel(request.key, "disconnect")
+        self._settle()
 
     def step(self) -> None:
-        while (request := self.order.peek(self.now_ns)) and len(self.running) < self.slots:
-            if request.total_tokens > self.free_tokens:
-                break
-            self._admit(request)
-        budget = self.budget
-        for request in self.order.sort_prefills([r for r in self.running if r.state is State.PREFILL]):
-            piece = min(budget, len(request.prompt) - request.computed)
-            budget -= piece
-            self._run(request, piece)
-        for request in [r for r in self.running if r.state is State.DECODE and r.last_token_ns < self.now_ns]:
-            self._run(request, 0)
-        self.ledger.sample()
-        self.check()
+        plan = self.scheduler.plan(self.now_ns)
+        self._settle()
+        emitted = self.scheduler.apply(plan, [7 if item.sample else None for item in plan.items], self.now_ns)
+        for request, fresh in zip(plan.requests, plan.fresh, strict=True):
+            self.books.note_service(request.tenant, fresh, 0)
+        for request, *_ in emitted:
+            self.books.note_service(request.tenant, 0, 1)
+        self._settle()
+        self.scheduler.check_integrity()
         self.now_ns += STEP_NS
 
-    def _admit(self, request: Request) -> None:
-        self.order.remove(request)
-        self.ledger.note_waiting(request.tenant, -1)
-        self.free_tokens -= request.total_tokens
-        self.running.append(request)
-        request.move(State.PREFILL)
-        request.started_ns = self.now_ns
-        self.admissions.append(request)
-        self.order.admitted(request)
+    def waiting(self) -> Counter[str]:
+        return Counter(request.tenant for request in self.order)
 
-    def _run(self, request: Request, piece: int) -> None:
-        request.computed += piece
-        request.charged += piece
-        emits = request.computed == len(request.prompt)
-        if piece or emits:
-            self.ledger.note_service(request.tenant, piece, int(emits))
-            self.order.served(request, piece, int(emits))
-        if emits:
-            request.output.append(7)
-            request.last_token_ns = self.now_ns
-            if request.state is State.PREFILL:
-                request.move(State.DECODE)
-            if len(request.output) >= min(request.max_tokens, request.stop_after or request.max_tokens):
-                self._end(request, State.FINISHED)
-
-    def check(self) -> None:
-        self.order.check_integrity()
+    def _settle(self) -> None:
+        for request, before, to, _ in self.scheduler.take_transitions():
+            if to is State.PREFILL and before is State.WAITING:
+                self.admissions.append(request)
+            self.preemptions += to is State.PREEMPTED
+        self.scheduler.take_decisions()
+        self.books.note_backlog(set(self.waiting()))
