@@ -36,6 +36,7 @@ class PolicyChoice:
     length_level: float = 0.9
     prefill_tokens: int = 0
     prefill_slack: bool = False
+    prefill_gap_ns: int = 100_000_000  # kept for decodes that declare no limit
     cost_model: str = ""
 
     def names(self) -> dict[str, str]:
@@ -86,7 +87,8 @@ def _budget(choice: PolicyChoice, cost: OnlineFit) -> PrefillBudget:
     most = choice.prefill_tokens or None
     if not choice.prefill_slack:
         return Static(most)
-    return DecodeSlack(lambda: cost.model, maximum=most, minimum=min(16, most or 16))
+    least = min(16, most or 16)
+    return DecodeSlack(lambda: cost.model, least, most, default_gap_ns=choice.prefill_gap_ns)
 
 
 def _cost_model(path: str) -> CostModel | None:

@@ -54,6 +54,9 @@ def serve(
         "--prefill-slack",
         help="As many prompt tokens as the gap limits of running sequences leave time for; at most --prefill-tokens.",
     ),
+    prefill_gap: str = typer.Option(
+        "100ms", help="With --prefill-slack: the gap that is kept for running sequences which declare no limit."
+    ),
     order: str = typer.Option("fcfs", help=f"Who is next: {', '.join(ORDERS)}.", rich_help_panel=POLICIES),
     lanes: str = typer.Option(
         "", help="Classes by priority, the most urgent first: 'interactive,batch'.", rich_help_panel=POLICIES
@@ -122,6 +125,7 @@ def serve(
         length_level=length_level,
         prefill_tokens=prefill_tokens,
         prefill_slack=prefill_slack,
+        prefill_gap_ns=parse_duration_ns(prefill_gap, "--prefill-gap"),
         cost_model=str(cost_model) if cost_model is not None else "",
     )
     assemble(policies)  # says what is wrong with them before anything starts

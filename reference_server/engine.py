@@ -160,9 +160,12 @@ class Engine:
         self._hand_over(emitted, result.end_ns)
         self._settle(result.end_ns)
         self._fail_on_request(emitted)
-        self._ledger.step(self._step_id, plan, emitted, start_ns, result, fault)
+        shape = shape_of(plan.items, plan.decodes)
+        self._ledger.step(self._step_id, plan, shape, emitted, start_ns, result, fault)
         self._ledger.tokens(emitted, before_ns, result.end_ns)
-        self._learn(plan, result.end_ns - start_ns, fault)
+        if fault is None:  # an injected stall says nothing of what a step takes
+            self._cost.observe(shape, result.end_ns - start_ns)
+            self.scheduler.policies.admission.observe_step(plan, result.end_ns - start_ns)
         return True
 
     def _delay(self, plan: StepPlan) -> str | None:
@@ -200,12 +203,6 @@ class Engine:
                 self._link.send({"op": "error", "key": request.key, "message": text})
                 self.scheduler.cancel(request.key, "fault")
                 self._settle(self._clock.monotonic_ns())
-
-    def _learn(self, plan: StepPlan, duration_ns: int, fault: str | None) -> None:
-        """What a step takes, for who predicts. An injected stall says nothing of it."""
-        if fault is None:
-            self._cost.observe(shape_of(plan.items, plan.decodes), duration_ns)
-            self.scheduler.policies.admission.observe_step(plan, duration_ns)
 
     # --- records and metrics
 

@@ -25,6 +25,7 @@ from sloscope.clock import SystemClock
 from sloscope.errors import SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.output import message
 from sloscope.units import NS_PER_S
 
 
@@ -84,6 +85,9 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
         from reference_server.ceilings import measure
 
         ceilings = measure(model, DTYPES[config.dtype], torch.device(config.device)).record_fields()
+        message(
+            "calibrated: " + ", ".join(f"{name.removeprefix('ceiling_')} {rate:.3g}" for name, rate in ceilings.items())
+        )
     policies = config.policies.names() | {"prefix_reuse": config.prefix_reuse}
     identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings)
     ledger.introduce(identity, clock.monotonic_ns(), clock.clock_id)

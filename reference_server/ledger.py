@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from reference_server.cost_model import FitError, shape_of
+from reference_server.cost_model import FitError, StepShape
 from reference_server.model_config import ModelConfig
 from reference_server.orders import ServiceUnit
 from reference_server.request import ENDED, State
@@ -175,6 +175,7 @@ class Ledger:
         self,
         step_id: int,
         plan: StepPlan,
+        shape: StepShape,
         emitted: Sequence[Emitted],
         start_ns: int,
         result: StepResult,
@@ -191,7 +192,7 @@ class Ledger:
             prefill_tokens=plan.prefill_tokens,
             decode_tokens=plan.decodes,
             sampled_tokens=len(emitted),
-            kv_read_tokens=shape_of(plan.items, plan.decodes).kv_read_tokens,
+            kv_read_tokens=shape.kv_read_tokens,
             reused_tokens=plan.reused or None,
             token_budget=plan.token_budget,
             prefill_ids=[request.key for request in plan.prefill],

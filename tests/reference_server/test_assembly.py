@@ -12,7 +12,7 @@ from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation
 from sloscope.errors import ConfigError
 
-LENGTHS = '[{"cohort": "chat", "tokens": 10, "at_risk": 4, "events": 4, "survival": 0.0}]'
+LENGTHS = '[{"cohort": "chat", "tokens": 10, "at_risk": 4, "events": 4, "censored": 0, "survival": 0.0}]'
 
 
 def test_nothing_chosen_is_first_come_first_served_with_whole_promises_and_prompts() -> None:
@@ -44,6 +44,7 @@ def test_reservations_and_budgets(tmp_path: Path) -> None:
     assert type(parts.policies.reservation) is EstimatedReservation and parts.lengths is not None
     budget = assemble(PolicyChoice(prefill_slack=True, prefill_tokens=8)).policies.budget
     assert isinstance(budget, DecodeSlack) and (budget.minimum, budget.maximum) == (8, 8)
+    assert budget.default_gap_ns == 100_000_000
 
 
 def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
