@@ -260,6 +260,10 @@ class World(Observer):
         self.preempting_boundaries += bool(plan.preempted)
         for request in plan.preempted:
             self.preemptions[request.key] += 1
+            # Who pauses uses its KV least; else the last to come gives way, so that the first always gets on.
+            if self.paths[request.key][-2] is not State.PAUSED:
+                others = self.scheduler.running()
+                assert all(other.rank < request.rank and other.state is not State.PAUSED for other in others)
         for request, fresh in zip(plan.requests, plan.fresh, strict=True):
             self.fresh[request.key] += fresh
 
