@@ -37,7 +37,7 @@ Ints = NDArray[np.int64]
 DENSE_SHARE = 0.5
 # Decodes on a CPU whose keys and values in one layer are no more than this are gathered: the copy stays in the cache,
 # and the fused kernel saves a dozen small operations.
-GATHER_BYTES = 2 << 20
+GATHER_BYTES = 1 << 20
 # Sequences are padded to one length as long as the (query, key) pairs for nothing stay below this share of the real
 # ones plus what a call of its own would cost, in pairs.
 PADDING_SHARE = 0.25

@@ -146,11 +146,11 @@ def test_blocks_lying_close_are_read_in_place_and_the_rest_is_gathered() -> None
 
 
 def test_little_kv_is_gathered_and_much_is_attended_where_it_lies() -> None:
-    kv = paged(kv_blocks=1500, block_tokens=16)
-    # A block takes 2 * 2 heads * 16 positions * 8 numbers * 4 bytes = 2 KiB in a layer: 1024 of them are 2 MiB.
-    spans = [Span(range(16 * i, 16 * i + 16), 255, 1) for i in range(65)]
-    plan = kv.plan(spans[:64], CONFIG.max_context)
-    assert plan.blockwise is None and [padded.sequences for padded in plan.padded] == [64]
+    kv = paged(kv_blocks=600, block_tokens=16)
+    # A block takes 2 * 2 heads * 16 positions * 8 numbers * 4 bytes = 2 KiB in a layer: 512 of them are 1 MiB.
+    spans = [Span(range(16 * i, 16 * i + 16), 255, 1) for i in range(33)]
+    plan = kv.plan(spans[:32], CONFIG.max_context)
+    assert plan.blockwise is None and [padded.sequences for padded in plan.padded] == [32]
     plan = kv.plan(spans, CONFIG.max_context)
     assert plan.blockwise is not None and not plan.padded
 
