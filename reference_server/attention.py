@@ -7,11 +7,12 @@ A step's tokens come flat: first the decode tokens, then each prefill in one pie
                decode  prefill     prefill
 
 Two ways to attend, neither with a loop over sequences:
-- Blockwise, for decodes on a CPU: each block meets the query of its owner where it lies in the pool, and the parts of a
-  sequence are put together afterwards. The KV is read once and never copied; a copy would cost more than the attention.
-- Padded, for prefills, and for decodes on an accelerator: sequences of like lengths, their KV gathered side by side, in
-  one call of the fused kernel. Prompts that begin need no gathering and no mask: they are padded on the right, where
-  plain causal masking hides the padding.
+- Blockwise, for decodes with much KV on a CPU: each block meets the query of its owner where it lies in the pool, and
+  the parts of a sequence are put together afterwards. The KV is read once and never copied; a copy would cost more than
+  the attention.
+- Padded, for prefills, for decodes with little KV and for those on an accelerator: sequences of like lengths, their KV
+  gathered side by side, in one call of the fused kernel. Prompts that begin need no gathering and no mask: they are
+  padded on the right, where plain causal masking hides the padding.
 """
 
 import math
@@ -34,6 +35,9 @@ Ints = NDArray[np.int64]
 # A stretch of the pool is attended where it lies if at least this share of its blocks belongs to the step: reading a
 # strange block costs as much as one of ours, and gathering a block costs another two passes.
 DENSE_SHARE = 0.5
+# Decodes on a CPU whose keys and values in one layer are no more than this are gathered: the copy stays in the cache,
+# and the fused kernel saves a dozen small operations.
+GATHER_BYTES = 1 << 20
 # Sequences are padded to one length as long as the (query, key) pairs for nothing stay below this share of the real
 # ones plus what a call of its own would cost, in pairs.
 PADDING_SHARE = 0.25
@@ -113,6 +117,7 @@ class PagedKV:
         shape = (config.layers, 2, kv_blocks + 1, config.kv_heads, block_tokens, config.head_dim)
         self._pools = _zero_pages(shape, dtype, device).unbind(0)
         block = config.kv_heads * block_tokens
+        self._block_bytes = 2 * block * config.head_dim * dtype.itemsize  # in one layer
         heads = torch.arange(config.kv_heads, device=device)
         # Added to block * kv_heads * block_tokens + offset: the row of each key head, then of each value head.
         self._head_rows = torch.cat([heads * block_tokens, heads * block_tokens + (kv_blocks + 1) * block])
@@ -126,7 +131,10 @@ class PagedKV:
         """Decodes (one new token) first. `blockwise` None: what suits the device."""
         layout = _Layout(spans, self.kv_blocks, self.block_tokens, max_context)
         decodes = next((i for i, span in enumerate(spans) if span.tokens > 1), len(spans))
-        if not (self.device.type == "cpu" if blockwise is None else blockwise):
+        if blockwise is None:
+            read = layout.needs[:decodes].sum() * self._block_bytes
+            blockwise = self.device.type == "cpu" and read > GATHER_BYTES
+        if not blockwise:
             decodes = 0
         return AttentionPlan(
             positions=self._to_device(layout.positions),

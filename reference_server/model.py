@@ -30,10 +30,12 @@ class Projection:
         self.packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
 
-    def __call__(self, x: Tensor) -> Tensor:  # [tokens, in] -> [tokens, out]
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:  # [tokens, in] -> [tokens, out]
+        if self.packed and added is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, added, self.weight, None, "add")
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight) if added is None else F.linear(x, self.weight) + added
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -106,6 +108,7 @@ class Llama:
             )
         self.norm = take("model.norm.weight")
         self.head = Projection(self.embedding if config.tie_embeddings else take("lm_head.weight"))
+        self._norm_eps = torch.tensor(config.norm_eps)
         self.cos, self.sin = rotary_table(config, dtype, device)
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, attend: Attend) -> Tensor:
@@ -120,15 +123,20 @@ class Llama:
             h = self._norm(x, layer.attention_norm)
             qkv = layer.qkv(h).view(-1, c.heads + 2 * c.kv_heads, c.head_dim)
             rotate_(qkv[:, : c.heads + c.kv_heads], cos, sin)
-            x = x + layer.output(attend(i, qkv[:, : c.heads], qkv[:, c.heads :]))
+            x = layer.output(attend(i, qkv[:, : c.heads], qkv[:, c.heads :]), added=x)
             h = self._norm(x, layer.feed_forward_norm)
             gate, up = layer.gate_up(h).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate).mul_(up))
+            x = layer.down(F.silu(gate).mul_(up), added=x)
         x = x if logit_rows is None else x.index_select(0, logit_rows)
         return self.head(self._norm(x, self.norm)).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.config.hidden,), weight, self.config.norm_eps)
+        if x.device.type != "cpu" or x.dtype != torch.float32:
+            return F.rms_norm(x, (self.config.hidden,), weight, self.config.norm_eps)
+        # The same in half as many operations as rms_norm is made of on a CPU, where each costs a microsecond or two.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._norm_eps, length, length, value=1 / self.config.hidden).rsqrt_()
+        return torch.mul(x, scale).mul_(weight)
 
 
 def rotary_table(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from sloscope.demo.processes import Child, Stage
+from sloscope.journal import Tail, journal_files, read_journal
+from sloscope.records import Record
 
 
 def need(program: str) -> str:
@@ -72,6 +74,20 @@ def start_sidecar(
     )  # fmt: skip
     match = child.wait_for(r"listening on (http://\S+).*control on (http://\S+)", 30)
     return match[1].rstrip(","), match[2], child
+
+
+class Follower:
+    """A growing events directory: each read gives the records that came since the last."""
+
+    def __init__(self, events: Path) -> None:
+        self._events = events
+        self._tails: dict[Path, Tail] = {}
+
+    def read(self) -> list[Record]:
+        found: list[Record] = []
+        for path in journal_files(self._events):
+            found += read_journal(self._tails.setdefault(path, Tail(path)))
+        return found
 
 
 class Prometheus:

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,19 @@ def until(what: Any, timeout_s: float = 10) -> Any:
         assert time.monotonic() < deadline, f"nothing after {timeout_s} s"
         time.sleep(0.01)
     return value
+
+
+WAYS_TO_LEAVE = ("close", "half-close", "reset")
+
+
+def leave(connection: socket.socket, how: str) -> None:
+    """close: the kernel says FIN, or resets when something is unread."""
+    if how == "half-close":
+        connection.shutdown(socket.SHUT_WR)
+        return
+    if how == "reset":
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 class Event(NamedTuple):

@@ -191,6 +191,8 @@ def test_a_packed_projection_is_the_same_matrix_product(rows: int) -> None:
     projection = Projection(weight)
     assert projection.packed == torch.backends.mkldnn.is_available()
     torch.testing.assert_close(projection(x), x @ weight.T, atol=1e-4, rtol=0)
+    added = torch.randn(rows, 70, generator=generator)
+    torch.testing.assert_close(projection(x, added), x @ weight.T + added, atol=1e-4, rtol=0)
 
 
 def test_the_configs_weight_count_is_that_of_its_tensors() -> None:

@@ -62,8 +62,8 @@ def check(kv: PagedKV, parts: list[tuple[Sequence, int, int]], blockwise: bool) 
     torch.testing.assert_close(run(kv, parts, blockwise), expected, atol=1e-5, rtol=0)
 
 
-def paged(kv_blocks: int, block_tokens: int) -> PagedKV:
-    kv = PagedKV(CONFIG, kv_blocks, block_tokens, torch.float32, torch.device("cpu"))
+def paged(kv_blocks: int, block_tokens: int, dtype: torch.dtype = torch.float32) -> PagedKV:
+    kv = PagedKV(CONFIG, kv_blocks, block_tokens, dtype, torch.device("cpu"))
     for pool in kv._pools:
         pool.fill_(1e4)  # what an earlier holder left is large: any weight on it shows
     return kv
@@ -113,11 +113,29 @@ def test_shared_prefixes_are_read_by_all_who_share_them(blockwise: bool) -> None
     check(kv, [(s, len(s.q) - 1, len(s.q)) for s in sharers], blockwise)
 
 
+@pytest.mark.parametrize("blockwise", [True, False])
+def test_bfloat16_stays_near_plain_attention_in_float32(blockwise: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    kv = paged(40, 4, torch.bfloat16)
+    sequences = [Sequence([3 * i + j for j in (2, 0, 1)], 12, generator) for i in range(5)]
+    steps = [[(s, 0, 9 + i % 2) for i, s in enumerate(sequences)], [(s, 11, 12) for s in sequences]]
+    steps.insert(1, [(s, 9 + i % 2, 11) for i, s in enumerate(sequences)])
+    for parts in steps:
+        parts.sort(key=lambda part: part[2] - part[1] > 1)
+        plan = kv.plan([Span(s.blocks, a, b - a) for s, a, b in parts], CONFIG.max_context, blockwise)
+        q = torch.cat([s.q[a:b] for s, a, b in parts]).bfloat16()
+        seen = kv.attend(plan, LAYER, q, torch.cat([s.kv[a:b] for s, a, b in parts]).bfloat16())
+        assert seen.dtype == torch.bfloat16
+        expected = torch.stack([s.attend(p) for s, a, b in parts for p in range(a, b)])
+        # 8 bits: scores of size 3 are off by 0.01, weights by 1 %, values of size 3 and the sum of them by 0.01 each.
+        torch.testing.assert_close(seen.float(), expected, atol=0.06, rtol=0)
+
+
 def test_blocks_lying_close_are_read_in_place_and_the_rest_is_gathered() -> None:
     kv = paged(kv_blocks=100, block_tokens=4)
     # Used: 2, 3, 5 (twice) and 90. Of 2 … 5 three of four are used; up to 90 it would be 4 of 89.
     spans = [Span([5, 3], 4, 1), Span([5, 90, 2], 9, 1)]
-    plan = kv.plan(spans, CONFIG.max_context).blockwise
+    plan = kv.plan(spans, CONFIG.max_context, blockwise=True).blockwise
     assert plan is not None and (plan.low, plan.high) == (2, 6)
     assert plan.gathered is not None and plan.gathered.tolist() == [5, 90]
     # Pairs: blocks 2, 3, 4 (nobody's), 5 of the first; then 5 and 90 of the second.
@@ -125,6 +143,16 @@ def test_blocks_lying_close_are_read_in_place_and_the_rest_is_gathered() -> None
     assert plan.pairs_of.view(2, -1).tolist() == [[3, 1, 3], [4, 5, 0]]
     seen = (plan.mask == 0).view(6, 2, 4).sum(-1).tolist()
     assert seen == [[2, 2], [1, 1], [0, 0], [4, 4], [4, 4], [4, 4]]
+
+
+def test_little_kv_is_gathered_and_much_is_attended_where_it_lies() -> None:
+    kv = paged(kv_blocks=600, block_tokens=16)
+    # A block takes 2 * 2 heads * 16 positions * 8 numbers * 4 bytes = 2 KiB in a layer: 512 of them are 1 MiB.
+    spans = [Span(range(16 * i, 16 * i + 16), 255, 1) for i in range(33)]
+    plan = kv.plan(spans[:32], CONFIG.max_context)
+    assert plan.blockwise is None and [padded.sequences for padded in plan.padded] == [32]
+    plan = kv.plan(spans, CONFIG.max_context)
+    assert plan.blockwise is not None and not plan.padded
 
 
 def test_prompts_of_like_lengths_are_padded_together_and_others_apart() -> None:

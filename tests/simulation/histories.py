@@ -12,7 +12,8 @@ from reference_server.policies import Full
 from reference_server.request import ENDED, TRANSITIONS, Request, State
 from reference_server.scheduler import Decision, Emitted, Limits, Scheduler, StepPlan, Transition
 from reference_server.simulation import AT_ONCE, NEVER, Arrival, Observer, Reader, Simulation
-from tests.reference_server.tiny_runner import EOS, TinyRunner
+from reference_server.step_types import StepItem
+from tests.reference_server.tiny_runner import EOS
 from tests.simulation.policies import ADMISSIONS, BUDGETS, COST, ORDERS, RESERVATIONS, Watched, make_policies
 
 CONTEXT = 48
@@ -106,7 +107,7 @@ def history_of(drawn: bytes, order: str) -> History:
         admission=_pick(ADMISSIONS, admission // 2) if admission % 2 else "all",
         prefix_reuse=bool(reuse % 2),
         slots=1 + slots % 5,
-        blocks=(20, 28, 48)[pool // 3 % 3] // block_tokens,
+        blocks=(24, 32, 48)[pool // 3 % 3] // block_tokens,
         block_tokens=block_tokens,
         max_waiting=2 if waiting % 8 == 7 else 20,
         window=(None, None, 1, 2, 4)[window % 5],
@@ -138,6 +139,48 @@ class AccountedPool(BlockPool):
         return super().release(key)
 
 
+class ContextRunner:
+    """What a place of a block holds depends on the token and on all before it, read through the table, as KV does:
+    equal tokens after different beginnings differ. The token at position p is 100 + p, or the end token at `eos_at`."""
+
+    def __init__(self, blocks: int, block_tokens: int, eos_at: int) -> None:
+        self._cells = [[0] * block_tokens for _ in range(blocks)]
+        self._size = block_tokens
+        self._eos_at = eos_at
+
+    def step(self, batch: Sequence[StepItem]) -> list[int | None]:
+        written: set[tuple[int, int]] = set()
+        for item in batch:
+            context = self._read(item.blocks, item.position0 - 1) if item.position0 else 0
+            for position, token in enumerate(item.token_ids, item.position0):
+                block, at = item.blocks[position // self._size], position % self._size
+                assert (block, at) not in written, "two sequences write to one place"
+                written.add((block, at))
+                context = self._cells[block][at] = hash((context, token))
+        for item in batch:
+            for position in range(item.position0):
+                place = item.blocks[position // self._size], position % self._size
+                assert place not in written, "a sequence writes where another one reads"
+        return [self._token(item) if item.sample else None for item in batch]
+
+    def _token(self, item: StepItem) -> int:
+        position = item.position0 + len(item.token_ids)
+        assert position <= CONTEXT
+        return EOS if position == self._eos_at else 100 + position
+
+    def _read(self, blocks: Sequence[int], position: int) -> int:
+        return self._cells[blocks[position // self._size]][position % self._size]
+
+    def holds(self, blocks: Sequence[int], tokens: Sequence[int]) -> bool:
+        """Whether the table reads back exactly these tokens."""
+        context = 0
+        for position, token in enumerate(tokens):
+            context = hash((context, token))
+            if self._read(blocks, position) != context:
+                return False
+        return True
+
+
 class World(Observer):
     """Runs one history and checks it."""
 
@@ -150,8 +193,7 @@ class World(Observer):
         limits = Limits(history.slots, CONTEXT, history.max_waiting, history.window, history.patience_ns)
         policies = make_policies(self.order, history.reservation, history.budget, history.admission)
         self.scheduler = Scheduler(limits, self.pool, [EOS], policies)
-        self.runner = TinyRunner(history.blocks, history.block_tokens, CONTEXT)
-        self.runner.eos_at = {history.eos_at} - {0}
+        self.runner = ContextRunner(history.blocks, history.block_tokens, history.eos_at)
         self.lives: dict[str, Life] = {}
         self.paths: dict[str, list[State]] = {}
         self.admit_decisions: Counter[str] = Counter()
@@ -160,7 +202,7 @@ class World(Observer):
         self.preemptions: Counter[str] = Counter()
         arrivals = list(self._arrivals())
         self.simulation = Simulation(
-            self.scheduler, COST, arrivals, [self], history.noise, seed=len(arrivals), sample=self._sample
+            self.scheduler, COST, arrivals, [self], history.noise, seed=len(arrivals), sample=self.runner.step
         )
 
     def _arrivals(self) -> list[Arrival]:
@@ -168,9 +210,11 @@ class World(Observer):
         for number, life in enumerate(self.history.lives):
             at_ns += life.gap_ns
             own = range(1000 * (number + 1), 1000 * (number + 1) + life.prompt - life.shared)
+            # Both families repeat one block; one has another beginning.
+            shared = [20 + i if life.family and i < 4 else 10 + i % 4 for i in range(life.shared)]
             request = Request(
                 str(number),
-                [*range(500 * life.family + 10, 500 * life.family + 10 + life.shared), *own],
+                [*shared, *own],
                 life.max_tokens,
                 life.stop_after or None,
                 tenant=life.tenant,
@@ -186,9 +230,6 @@ class World(Observer):
             arrivals.append(Arrival(request, life.reader, leaves_ns))
             self.lives[request.key] = life
         return arrivals
-
-    def _sample(self, items: Sequence) -> Sequence[int | None]:
-        return self.runner.step(items).token_ids
 
     def run(self) -> None:
         results = self.simulation.run()
@@ -260,6 +301,10 @@ class World(Observer):
         self.preempting_boundaries += bool(plan.preempted)
         for request in plan.preempted:
             self.preemptions[request.key] += 1
+            # Who pauses uses its KV least; else the last to come gives way, so that the first always gets on.
+            if self.paths[request.key][-2] is not State.PAUSED:
+                others = self.scheduler.running()
+                assert all(other.rank < request.rank and other.state is not State.PAUSED for other in others)
         for request, fresh in zip(plan.requests, plan.fresh, strict=True):
             self.fresh[request.key] += fresh
 
@@ -287,8 +332,8 @@ class World(Observer):
             assert window is None or not request.streaming or request.undelivered <= window
             assert self.history.prefix_reuse or not request.reused
         for request in scheduler.running():
-            held = self.runner.content(request.blocks, request.computed)
-            assert held == list(request.sequence()[: request.computed]), f"{request.key} reads what is not its own"
+            own = request.sequence()[: request.computed]
+            assert self.runner.holds(request.blocks, own), f"{request.key} reads what is not its own"
 
     def _check_plan(self, plan: StepPlan, now_ns: int) -> None:
         running = self.scheduler.running()

@@ -1,0 +1,174 @@
+"""A thousand clients that leave at whatever moment: nothing is left behind, and every book says the same."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from sloscope.demo.processes import ask
+from sloscope.ids import new_request_id
+from tests.end_to_end.support import Follower
+from tests.reference_server.serving import WAYS_TO_LEAVE, Conversation, Served, leave, until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+CANCELS = 1000
+AT_ONCE = 32
+SEED = 20261130
+# When to leave: at once, in a state of the engine's, after some tokens, or when the last is on its way.
+MOMENTS = ("at_once", "WAITING", "PREFILL", "DECODE", "PAUSED", "first_token", "some_tokens", "last_token")
+
+
+class States:
+    """The state of each request as the engine's journal says, read while it is written."""
+
+    def __init__(self, events: Path) -> None:
+        self._follower = Follower(events)
+        self._states: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._over = threading.Event()
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.005):
+            new = {r["request_id"]: r["to_state"] for r in self._follower.read() if r["kind"] == "state"}
+            with self._changed:
+                self._states |= new
+                self._changed.notify_all()
+
+    def wait_for(self, request_id: str, state: str) -> None:
+        """Until it is in that state or past it."""
+        order = ("WAITING", "PREFILL", "DECODE", "PAUSED")
+        wanted = {*order[order.index(state) :], "FINISHED", "CANCELLED", "REJECTED"}
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._states.get(request_id) in wanted, 60), (request_id, state)
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._follow)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+
+def leave_at(served: Served, states: States, random: Random, moment: str) -> str:
+    request_id = new_request_id()
+    stream = moment in ("PAUSED", "first_token", "some_tokens", "last_token") or random.random() < 0.5
+    tokens = random.randrange(2, 12) if moment == "last_token" else 400
+    prompt = [random.randrange(100, 200) for _ in range(random.randrange(300, 600) if moment == "PREFILL" else 8)]
+    body = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "stream": stream}
+    headers = {"x-sloscope-request-id": request_id}
+    talk = Conversation(served.port, body, headers, receive_buffer=2048 if moment == "PAUSED" else 0)
+    if moment in ("WAITING", "PREFILL", "DECODE", "PAUSED"):
+        states.wait_for(request_id, moment)
+        time.sleep(random.random() / 100)
+    elif moment != "at_once":
+        talk.read_head()
+        wanted = {"first_token": 1, "last_token": tokens - 1}.get(moment) or random.randrange(1, 30)
+        for _ in islice(talk.events(), wanted):
+            pass
+    how = random.choice(WAYS_TO_LEAVE)
+    with suppress(OSError):  # the server may have ended it first
+        leave(talk.socket, how)
+        while how == "half-close" and talk.socket.recv(1 << 16):
+            pass  # until the server has drawn its conclusion
+    talk.close()
+    return request_id
+
+
+def buckets(metrics: dict[str, float], name: str) -> list[tuple[str, int]]:
+    """(upper edge, samples in the bucket) where there are any."""
+    cumulated = [
+        (key.split('le="')[1].split('"')[0], n) for key, n in metrics.items() if key.startswith(name + "_bucket")
+    ]
+    counts, below = [], 0.0
+    for edge, n in cumulated:
+        counts.append((edge, round(n - below)))
+        below = n
+    return [(edge, n) for edge, n in counts if n]
+
+
+def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path) -> None:
+    served = Served(
+        tmp_path, "--max-batch", "8", "--max-waiting", "1000", "--prefill-tokens", "32", "--max-undelivered", "32",
+        "--slow-reader-after", "120s", "--send-buffer", "4096",
+    )  # fmt: skip
+    before = served.metrics()
+    states, random = States(served.events), Random(SEED)
+    jobs = [(Random(random.random()), random.choice(MOMENTS)) for _ in range(CANCELS)]
+    began = time.monotonic()
+    with states.followed(), ThreadPoolExecutor(AT_ONCE) as pool:
+        ids = list(pool.map(lambda job: leave_at(served, states, *job), jobs))
+    ended = "sloscope_engine_requests_ended_total{"
+    until(lambda: sum(n for key, n in served.metrics().items() if key.startswith(ended)) == CANCELS, 60)
+    took_s = time.monotonic() - began
+    idle = ("sloscope_engine_kv_blocks", "sloscope_engine_requests{", "sloscope_engine_undelivered")
+    at_rest = {key: n for key, n in before.items() if key.startswith(idle)}
+    assert at_rest['sloscope_engine_kv_blocks{kind="free"}'] > 0
+    until(lambda: at_rest.items() <= served.metrics().items())
+    metrics = served.metrics()
+    assert served.stop() == 0
+
+    journal = served.journal()
+    of_kind: dict[str, list[Any]] = {kind: [] for kind in ("begin", "end", "state", "late", "step")}
+    for record in journal:
+        if record["kind"] in of_kind:
+            of_kind[record["kind"]].append(record)
+    # Offered: each began once and ended once; nothing is in flight any more.
+    offered, over = (sorted(r["request_id"] for r in of_kind[kind]) for kind in ("begin", "end"))
+    assert offered == over == sorted(ids)
+    outcomes = Counter(r["outcome"] for r in of_kind["end"])
+    assert outcomes == {outcome: metrics[f'{ended}outcome="{outcome}"}}'] for outcome in outcomes}
+    assert outcomes.keys() <= {"cancelled", "completed"}
+    assert {r["reason"] for r in of_kind["end"] if r["outcome"] == "cancelled"} == {"disconnect"}
+    # In the engine: from arrival to exactly one end.
+    moves = of_kind["state"]
+    arrived = sorted(r["request_id"] for r in moves if r["to_state"] == "WAITING" and "from_state" not in r)
+    over = sorted(r["request_id"] for r in moves if r["to_state"] in ("FINISHED", "CANCELLED"))
+    assert arrived == over and set(arrived) <= set(ids) and len(set(arrived)) == len(arrived)
+    cancelled = {r["request_id"]: r for r in moves if r["to_state"] == "CANCELLED"}
+    left_from = Counter(r["from_state"] for r in cancelled.values())
+    assert all(left_from[state] >= CANCELS / 50 for state in ("WAITING", "PREFILL", "DECODE", "PAUSED")), left_from
+    # Every abort that the engine saw has its two stamps, one sample, and no step after it.
+    aborts = {r["request_id"]: r for r in of_kind["late"] if "abort_seen_ns" in r}
+    closed = {r["request_id"]: r["socket_closed_ns"] for r in of_kind["late"] if "socket_closed_ns" in r}
+    assert aborts.keys() == cancelled.keys()
+    assert closed.keys() == {r["request_id"] for r in of_kind["end"] if r["outcome"] == "cancelled"}
+    for request_id, abort in aborts.items():
+        assert closed[request_id] < abort["abort_seen_ns"] <= abort["kv_freed_ns"]
+        assert cancelled[request_id]["at_ns"] == abort["abort_seen_ns"]
+    for step in of_kind["step"]:
+        assert not any(
+            i in aborts and step["start_ns"] > aborts[i]["abort_seen_ns"]
+            for i in step["decode_ids"] + step["prefill_ids"]
+        )
+    name = "sloscope_engine_cancel_cleanup_seconds"
+    assert metrics[f"{name}_count"] == len(aborts)
+    cleanups_ns = sorted(abort["kv_freed_ns"] - abort["abort_seen_ns"] for abort in aborts.values())
+    assert metrics[f"{name}_sum"] == pytest.approx(sum(cleanups_ns) / 1e9, rel=1e-6)
+
+    asked = ["cancel_cleanup", "--events", str(served.events), "--goodput", "ttft:300", "--observer", "engine"]
+    rows = json.loads(ask("query", *asked, "--format", "json"))
+    print(f"\n{CANCELS} cancels in {took_s:.0f} s, seed {SEED}; ended {dict(outcomes)}")
+    print("cancelled in the engine from", dict(left_from))
+    print("cleanup, seconds at most: requests:", buckets(metrics, name))
+    for row in rows:
+        print(row)
+    to_abort, to_free, whole = rows
+    assert to_free["n"] == to_abort["n"] == whole["n"] == len(aborts)
+    assert [row["negative"] for row in rows] == [0, 0, 0] and to_free["unfinished"] == 0
+    # Who left before the engine knew of it, or after it had ended there, has no abort.
+    assert to_abort["cancelled"] == outcomes["cancelled"]
+    assert to_abort["unfinished"] == outcomes["cancelled"] - len(aborts)
+    assert to_free["max_s"] == cleanups_ns[-1] / 1e9
+    assert to_free["p50_s"] == cleanups_ns[(50 * len(aborts) + 99) // 100 - 1] / 1e9  # nearest rank
