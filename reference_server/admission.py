@@ -122,7 +122,7 @@ class DeadlineAdmission:
         if sum(pool.blocks_for(other.total_tokens) for other in everybody) <= pool.blocks:
             return True  # however long they get
         holdings = [(other.tokens, quantile(other, level)) for other in everybody]
-        return peak_blocks(holdings, pool.block_tokens) <= pool.blocks
+        return peak_blocks(holdings, pool.block_tokens, at_least=pool.blocks) == pool.blocks
 
     def _by_room(self, plan: Forecast, is_behind: bool, safe: bool) -> Judgement:
         lack = "behind" if is_behind else plan.lack or ("" if safe else "kv_unsafe")

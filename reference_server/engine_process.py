@@ -20,7 +20,7 @@ from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, LinkClosedError
 from reference_server.model_store import resolve_model
 from reference_server.scheduler import Limits, Scheduler
-from reference_server.step_types import StepItem
+from reference_server.step_types import GREEDY, SamplingParams, StepItem
 from sloscope.clock import SystemClock
 from sloscope.errors import SloscopeError
 from sloscope.exposition import MetricStore
@@ -37,7 +37,7 @@ class EngineConfig:
     slots: int = 16
     max_context: int = 0
     kv_blocks: int = 0  # 0: room for every slot at full context
-    block_tokens: int = 16
+    block_tokens: int = 32
     max_waiting: int = 1024
     max_undelivered: int = 256
     slow_reader_ns: int = 30 * NS_PER_S
@@ -79,7 +79,7 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     scheduler = Scheduler(limits, pool, model.eos_ids, parts.policies)
     ledger = Ledger(scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit)
     engine = Engine(runner, scheduler, link, ledger, journal, clock, parts.cost, parts.lengths, config.policies.lanes)
-    warm_up(runner, config.block_tokens)
+    warm_up(runner, blocks, config.block_tokens, config.slots)
     ceilings: dict[str, float] = {}
     if config.calibrate:
         from reference_server.ceilings import measure
@@ -112,11 +112,23 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
             journal.close()
 
 
-def warm_up(runner: StepRunner, block_tokens: int) -> None:
-    """A prefill and a decode that nobody waits for: first uses of the kernels take a hundred times longer."""
-    table = list(range(-(-4 // block_tokens)))
-    runner.step([StepItem(table, [0, 0, 0], position0=0, sample=True)])
-    runner.step([StepItem(table, [0], position0=3, sample=True)])
+def warm_up(runner: StepRunner, kv_blocks: int, block_tokens: int, slots: int) -> None:
+    """Steps that nobody waits for: first uses of the kernels take a hundred times longer. A prompt, a chunk of one,
+    and decodes of 1, 2, 4, … sequences, one of them drawn; they may read the same blocks, since nobody reads them."""
+    table = list(range(kv_blocks))
+    prompt = max(2, min(block_tokens * kv_blocks // 2 - 2, 64))
+    drawn = SamplingParams(temperature=1.0, top_p=0.9)
+    runner.step([StepItem(table, [0] * prompt, position0=0, sample=True)])
+    runner.step([StepItem(table, [0, 0], position0=prompt, sample=True, sampling=drawn)])
+    batch = 1
+    while batch <= min(slots, kv_blocks):
+        runner.step(
+            [
+                StepItem([block], [0], position0=0, sample=True, sampling=drawn if block else GREEDY)
+                for block in range(batch)
+            ]
+        )
+        batch *= 2
 
 
 def main() -> None:

@@ -160,14 +160,14 @@ def forecast(
     return Forecast(starts_after, lack, *steps.until_first_token())
 
 
-def peak_blocks(holdings: Iterable[tuple[int, int]], block_tokens: int) -> int:
+def peak_blocks(holdings: Iterable[tuple[int, int]], block_tokens: int, at_least: int = 0) -> int:
     """The most KV blocks that are held at once, when each (tokens, more) grows by a token a step and is gone after
-    `more` of them.
+    `more` of them; `at_least` where it is less, which saves work.
 
     The most is held just before somebody ends (Gong et al. 2025, Past-Future Scheduler, doi:10.1145/3676641.3716011),
     so only these moments are looked at. A prompt counts whole from now on.
     """
-    peak = tokens_held = 0
+    peak, tokens_held = at_least, 0
     rests: Counter[int] = Counter()
     # Those before it in this order are still there when one ends.
     for count, (tokens, more) in enumerate(sorted(holdings, key=lambda holding: -holding[1]), 1):
