@@ -179,4 +179,6 @@ def test_the_peak_is_the_largest_of_all_steps(holdings: list[tuple[int, int]], b
     def held(step: int) -> int:
         return sum(-(-(tokens + step) // block_tokens) for tokens, more in holdings if more >= step)
 
-    assert peak_blocks(holdings, block_tokens) == max((held(step) for step in range(41)), default=0)
+    peak = max((held(step) for step in range(41)), default=0)
+    assert peak_blocks(holdings, block_tokens) == peak
+    assert peak_blocks(holdings, block_tokens, at_least=30) == max(peak, 30)
