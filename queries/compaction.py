@@ -289,8 +289,9 @@ class _EventRows:
             "start_at_ns": wall,
             "decode_requests": len(roles["decode"]) if "decode_ids" in record else None,
             "prefill_requests": len(roles["prefill"]) if "prefill_ids" in record else None,
-            "preempted": len(roles["preempted"]) if "preempted_ids" in record else None,
-            "paused": len(roles["paused"]) if "paused_ids" in record else None,
+            "preempted": len(roles["preempted"]),
+            "paused": len(roles["paused"]),
+            "reused_tokens": record.get("reused_tokens", 0),
             "gap_before_ns": None if before is None else record["start_ns"] - before,
         }
         self._rows.setdefault(("steps", day), []).append(row)

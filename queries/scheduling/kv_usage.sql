@@ -1,13 +1,13 @@
 -- question: How full was the KV pool, what was promised and held back, and what did that cost?
 -- grain: one row per engine process that ran steps in the window and bucket of the window, idle buckets included
--- inputs: steps, engines, run_window, numbers
+-- inputs: window_steps, engines, run_window, numbers
 -- params:
 --   bucket_s  bigint  seconds  10  min 1  length of a bucket
 -- outputs:
 --   engine_id         varchar  -
 --   bucket_start_s    double   seconds   after the start of the window
 --   bucket_at_s       double   seconds   the same as wall time since the epoch
---   bucket_length_s   double   seconds   the last bucket ends with the window and may be shorter
+--   bucket_length_s   double   seconds   the last bucket may be shorter
 --   steps             bigint   steps     that began in the bucket
 --   busy_s            double   seconds   their duration in sum
 --   kv_blocks         bigint   blocks    of the pool: the sum of resident, reserved and free in the bucket's last step
@@ -26,7 +26,8 @@
 --   prefill_tokens    bigint   tokens    of prompts, run
 --   reused_share      double   ratio     reused / (reused + run)
 --   unbalanced        bigint   steps     whose resident, reserved and free do not sum to the engine's pool: 0 is right
--- rules: A step belongs to the bucket in which it began. Means and shares weigh each step by its duration, so they say
+-- rules: Steps of the window and of its requests' drain: buckets go on after the window until the last step that still
+--   ran one of its requests. A step belongs to the bucket in which it began. Means and shares weigh each step by its duration, so they say
 --   nothing of the time between steps. Requests that hold KV are those in prefill, in decode and paused. What no step of
 --   the bucket recorded is NULL, as everything is in an idle bucket. `unbalanced` compares with the pool that the engine
 --   recorded, and is NULL when it recorded none; cached blocks beyond the free ones count as unbalanced too. A bucket_s
@@ -41,16 +42,25 @@ run_window as (
     from run_window
 ),
 
+-- The last step's own moment is in the last bucket.
+drained as (
+    select
+        max(run_window.window_start_ns) as window_start_ns,
+        max(run_window.bucket_ns) as bucket_ns,
+        greatest(max(run_window.window_end_ns), coalesce(max(window_steps.end_ns - window_steps.start_ns
+        + window_steps.start_at_ns), 0)) as end_ns
+    from run_window
+    left join window_steps on 1 = 1
+),
+
 buckets as (
     select
         numbers.n as bucket,
-        run_window.window_start_ns,
-        run_window.window_start_ns + numbers.n * run_window.bucket_ns as bucket_start_ns,
-        least(run_window.window_start_ns + (numbers.n + 1) * run_window.bucket_ns, run_window.window_end_ns)
-            as bucket_end_ns
+        drained.window_start_ns,
+        drained.window_start_ns + numbers.n * drained.bucket_ns as bucket_start_ns,
+        least(drained.window_start_ns + (numbers.n + 1) * drained.bucket_ns, drained.end_ns) as bucket_end_ns
     from numbers
-    inner join run_window
-        on run_window.window_start_ns + numbers.n * run_window.bucket_ns < run_window.window_end_ns
+    inner join drained on drained.window_start_ns + numbers.n * drained.bucket_ns < drained.end_ns
 ),
 
 engines as (
@@ -62,32 +72,32 @@ engines as (
     from engines
 ),
 
-window_steps as (
+bucketed as (
     select
-        steps.*,
-        steps.end_ns - steps.start_ns as duration_ns,
-        (steps.start_at_ns - run_window.window_start_ns) // run_window.bucket_ns as bucket,
-        steps.kv_blocks_resident + steps.kv_blocks_reserved + steps.kv_blocks_free as pool,
-        coalesce(steps.prefill_requests, 0) + coalesce(steps.decode_requests, 0) + steps.paused as holders
-    from steps
-    inner join run_window
-        on steps.start_at_ns >= run_window.window_start_ns and steps.start_at_ns < run_window.window_end_ns
+        window_steps.*,
+        window_steps.end_ns - window_steps.start_ns as duration_ns,
+        (window_steps.start_at_ns - run_window.window_start_ns) // run_window.bucket_ns as bucket,
+        window_steps.kv_blocks_resident + window_steps.kv_blocks_reserved + window_steps.kv_blocks_free as pool,
+        coalesce(window_steps.prefill_requests, 0) + coalesce(window_steps.decode_requests, 0)
+        + window_steps.paused as holders
+    from window_steps
+    cross join run_window
 ),
 
 placed as (
     select
-        window_steps.*,
+        bucketed.*,
         engines.kv_blocks,
         row_number() over (
-            partition by window_steps.engine_id, window_steps.bucket
-            order by window_steps.start_ns desc, window_steps.step_id desc
+            partition by bucketed.engine_id, bucketed.bucket
+            order by bucketed.start_ns desc, bucketed.step_id desc
         ) as from_last
-    from window_steps
+    from bucketed
     left join engines
         on
-            window_steps.engine_id = engines.engine_id
-            and window_steps.start_ns >= engines.at_ns
-            and (engines.until_ns is null or window_steps.start_ns < engines.until_ns)
+            bucketed.engine_id = engines.engine_id
+            and bucketed.start_ns >= engines.at_ns
+            and (engines.until_ns is null or bucketed.start_ns < engines.until_ns)
 ),
 
 by_bucket as (
@@ -128,7 +138,7 @@ engine_buckets as (
         buckets.bucket_start_ns,
         buckets.bucket_end_ns - buckets.bucket_start_ns as bucket_ns
     from buckets
-    cross join (select distinct engine_id from window_steps) as seen
+    cross join (select distinct engine_id from bucketed) as seen
 ),
 
 final as (

@@ -1,6 +1,6 @@
 -- question: How close do the engine's steps come to what the machine can do, and which ceiling binds?
 -- grain: one row per kind of step and range of batch sizes that occurred
--- inputs: steps, engines, run_window
+-- inputs: window_steps, engines
 -- params:
 --   ceiling_flops_per_s           double  FLOP/s   null  min 0  null: as the engine recorded it
 --   ceiling_weight_bytes_per_s    double  bytes/s  null  min 0  null: as the engine recorded it
@@ -33,8 +33,8 @@
 --   binds                  varchar  -         flops, weight, kv or transfer: what holds most of least_s back
 --   binds_share            double   ratio     of least_s in steps that it binds
 --   reason                 varchar  -         why nothing was judged: no work recorded, or not calibrated
--- rules: Steps that began inside the window. The kind is by prompt and decode tokens; a batch is the requests in prefill
---   and in decode. Work is what the model's shape implies, ceilings are those in force when the step began, unless given.
+-- rules: Steps of the window and of its requests' drain. The kind is by prompt and decode tokens; a batch is the requests
+--   in prefill and in decode. Work is what the model's shape implies, ceilings are those in force when the step began, unless given.
 --   Per step: least = max(operations, weights + KV) + transfers, each over its ceiling. Arithmetic runs while memory
 --   moves, weights and KV share the memory, transfers do not hide. The step is bound by transfers where they are the
 --   larger part, else by operations where these take as long as memory or longer, else by the longer of weights and KV
@@ -45,14 +45,12 @@ with
 
 window_steps as (
     select
-        steps.*,
-        steps.end_ns - steps.start_ns as duration_ns,
-        coalesce(steps.prefill_tokens, 0) > 0 as has_prefill,
-        coalesce(steps.decode_tokens, steps.decode_requests, 0) > 0 as has_decode,
-        coalesce(steps.prefill_requests, 0) + coalesce(steps.decode_requests, 0) as batch_size
-    from steps
-    inner join run_window
-        on steps.start_at_ns >= run_window.window_start_ns and steps.start_at_ns < run_window.window_end_ns
+        window_steps.*,
+        end_ns - start_ns as duration_ns,
+        coalesce(prefill_tokens, 0) > 0 as has_prefill,
+        coalesce(decode_tokens, decode_requests, 0) > 0 as has_decode,
+        coalesce(prefill_requests, 0) + coalesce(decode_requests, 0) as batch_size
+    from window_steps
 ),
 
 engines as (

@@ -57,7 +57,7 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
     columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, device_ns"
     # The gap: 11 − 9 = 2 ms.
     assert select(tmp_path, f"select {columns} from {{steps}} order by 1") == [
-        (7, "c", WALL + 5 * MS, 1, 1, None, None, None),
+        (7, "c", WALL + 5 * MS, 1, 1, 0, None, None),
         (8, "c", WALL + 11 * MS, None, None, 1, 2 * MS, None),
     ]
     assert select(tmp_path, "select step_id, request_id, role from {step_requests} order by 1, 3") == [
@@ -92,7 +92,7 @@ def test_the_work_of_a_step_stays_apart_and_its_requests_keep_their_part_of_it(t
         engine.write(records.make("step", step_id=1, start_ns=5 * MS, end_ns=9 * MS, **said))
     compact(tmp_path)
     columns = "kv_read_tokens, sampled_tokens, reused_tokens, token_budget, kv_blocks_cached, paused, preempted"
-    assert one(tmp_path, columns, "steps") == (40, 1, 16, 8, 2, 2, None)
+    assert one(tmp_path, columns, "steps") == (40, 1, 16, 8, 2, 2, 0)
     floats = "prefill_linear_flops, kv_write_bytes, decode_linear_flops"
     assert one(tmp_path, floats, "steps") == (2.0**60, 12.5, None)
     assert select(tmp_path, "select request_id, role, tokens from {step_requests} order by 1") == [
@@ -148,6 +148,7 @@ def test_a_journal_that_was_written_before_steps_named_their_work_still_answers(
     assert (step["step_kind"], step["steps"], step["reason"]) == ("prefill", 1, "no work recorded")
     # 1 + 2 + 5 blocks
     assert (usage["kv_blocks"], usage["free_min"], usage["cached_mean"], usage["unbalanced"]) == (8, 5, None, None)
+    assert (usage["paused_share"], usage["preemptions"], usage["reused_share"]) == (0, 0, 0), "it knew none of these"
 
 
 def test_steps_of_an_engine_that_was_started_again_on_the_same_boot_are_told_apart(tmp_path: Path) -> None:
