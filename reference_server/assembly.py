@@ -11,7 +11,7 @@ from reference_server.fairness import ServiceUnit
 from reference_server.orders import OrderOptions, make_order
 from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
 from reference_server.prefill_budget import DecodeSlack, Static
-from reference_server.remaining import EstimatedReservation, Lengths
+from reference_server.remaining import GROUPINGS, EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
 from reference_server.scheduler import Policies
 from sloscope.errors import ConfigError
@@ -31,8 +31,10 @@ class PolicyChoice:
     unit_output: float = 2.0
     tenant_weights: dict[str, float] = field(default_factory=dict)
     admission: str = "none"
+    admission_doubt: float = 0.25
     reservation: str = "full"
     lengths: str = ""
+    lengths_by: str = "class"
     length_level: float = 0.9
     prefill_tokens: int = 0
     prefill_slack: bool = False
@@ -63,7 +65,9 @@ def assemble(choice: PolicyChoice) -> Parts:
     unit = ServiceUnit(choice.unit_prompt, choice.unit_output)
     options = OrderOptions(unit, choice.tenant_weights, starvation_ns=choice.lane_wait_ns if choice.lanes else None)
     cost = OnlineFit(_cost_model(choice.cost_model))
-    lengths = Lengths()
+    if choice.lengths_by not in GROUPINGS:
+        raise ConfigError(f"--lengths-by: {choice.lengths_by!r}; accepted: {', '.join(GROUPINGS)}")
+    lengths = Lengths(by=choice.lengths_by)
     file = LengthFile(Path(choice.lengths), lengths) if choice.lengths else None
     budget = _budget(choice, cost)
     reservations: dict[str, Callable[[], Reservation]] = {
@@ -74,7 +78,7 @@ def assemble(choice: PolicyChoice) -> Parts:
     reservation = _one_of("--reservation", choice.reservation, reservations)
     admissions: dict[str, Callable[[], Admission]] = {
         "none": AdmitAll,
-        "deadline": lambda: DeadlineAdmission(cost, lengths, reservation, budget),
+        "deadline": lambda: DeadlineAdmission(cost, lengths, reservation, budget, choice.admission_doubt),
     }
     admission = _one_of("--admission", choice.admission, admissions)
     policies = Policies(make_order(choice.order, options), admission, reservation, budget)

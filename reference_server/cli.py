@@ -72,6 +72,13 @@ def serve(
     admission: str = typer.Option(
         "none", help="none, or deadline: refuse with 429 what would come too late.", rich_help_panel=POLICIES
     ),
+    admission_doubt: float = typer.Option(
+        0.25,
+        min=0.01,
+        max=0.99,
+        help="The chance to be in time below which deadline admission refuses.",
+        rich_help_panel=POLICIES,
+    ),
     reservation: str = typer.Option(
         "full",
         help="KV promised at admission: full (prompt and max_tokens), optimistic, or estimate (see --lengths).",
@@ -81,6 +88,9 @@ def serve(
         None,
         help="Output lengths: the JSON of `sloscope query survival_curve`; read again when it is replaced.",
         rich_help_panel=POLICIES,
+    ),
+    lengths_by: str = typer.Option(
+        "class", help="What a cohort of the length table is: class or tenant.", rich_help_panel=POLICIES
     ),
     length_level: float = typer.Option(
         0.9, min=0.01, max=0.999, help="Quantile of the remaining length to reserve.", rich_help_panel=POLICIES
@@ -120,8 +130,10 @@ def serve(
         unit_output=unit_output,
         tenant_weights=_weights(tenant_weights),
         admission=admission,
+        admission_doubt=admission_doubt,
         reservation=reservation,
         lengths=str(lengths) if lengths is not None else "",
+        lengths_by=lengths_by,
         length_level=length_level,
         prefill_tokens=prefill_tokens,
         prefill_slack=prefill_slack,

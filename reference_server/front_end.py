@@ -353,6 +353,10 @@ class FrontEnd:
                 pass  # a long step: the numbers of the last second are good enough
         undelivered = sum(live.undelivered for live in self.live.values())
         self.metrics.set("sloscope_engine_undelivered_tokens", undelivered)
+        if self.journal is not None:
+            written = {"records": self.journal.written, "dropped": self.journal.lost, "bytes": self.journal.bytes}
+            for what, count in written.items():  # the engine process adds those of its own journal
+                self.metrics.set(f"sloscope_journal_{what}_total", count, ("engine",))
         return await asyncio.get_running_loop().run_in_executor(None, self.metrics.render)
 
 

@@ -71,6 +71,8 @@ class Ledger:
             metrics.init("sloscope_engine_admissions_total", decision)
         metrics.init("sloscope_engine_service_units_total", (metrics.bounded("tenant", ""),))
         metrics.init("sloscope_engine_pauses_total", ("flow_control",))
+        for name in ("journal_records", "journal_dropped", "journal_bytes", "tenant_overflow"):
+            metrics.init(f"sloscope_{name}_total", ("engine",))
         for end in ("resumed", "slow_reader", "preempted", "left"):
             metrics.init("sloscope_engine_pause_seconds", (end,))
         for phase in ("prefill", "decode"):
@@ -150,6 +152,8 @@ class Ledger:
     def _count(self, transition: Transition, at_ns: int) -> None:
         metrics = self.metrics
         request, before, after, reason = transition
+        if before is None and metrics.bounded("tenant", request.tenant) != request.tenant:
+            metrics.inc("sloscope_tenant_overflow_total", 1, ("engine",))
         if before is State.WAITING and after is State.PREFILL:
             metrics.observe("sloscope_engine_queue_seconds", at_ns - request.queued_ns)
         if after is State.PREEMPTED:

@@ -277,15 +277,19 @@ class Scheduler:
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
         active = self._active()
         while (request := self._order.peek(now_ns)) is not None:
+            lack = "no_slot" if active >= self.limits.slots else self._lacks_kv(request)
+            # Judging may cost as much as a small step: who could not start anyway is judged when it is overdue.
+            if lack and not _overdue(request, now_ns):
+                self._note_waiting(lack)
+                return
             judgement = self._judge_next(request, now_ns)
             if judgement.verdict == "refuse":
                 self._decide(request, judgement)
                 request.retry_after_s = judgement.retry_after_s
                 self._end(request.key, State.REJECTED, judgement.reason)
                 continue
-            lack = "no_slot" if active >= self.limits.slots else self._lacks_kv(request)
             if lack or judgement.verdict == "queue":
-                self._note_waiting(judgement._replace(verdict="queue", reason=lack or judgement.reason))
+                self._note_waiting(lack or judgement.reason)
                 return
             self._start(request, judgement, plan, now_ns)
             active += 1
@@ -321,12 +325,12 @@ class Scheduler:
         self._running.insert(at, request)
         self._move(request, State.PREFILL, "recompute" if again else "admitted")
 
-    def _note_waiting(self, judgement: Judgement) -> None:
+    def _note_waiting(self, reason: str) -> None:
         """One decision for each who begins to wait; the first is judged, the others stand behind it."""
         for request in self._newcomers:
             if request.state is State.WAITING and not request.queue_noted:
                 request.queue_noted = True
-                self._decide(request, Judgement("queue", judgement.reason))
+                self._decide(request, Judgement("queue", reason))
 
     def _fill_prefills(self, plan: StepPlan, now_ns: int) -> None:
         prefills = self._order.sort_prefills([r for r in self._running if r.state is State.PREFILL])
@@ -470,6 +474,10 @@ class Scheduler:
         window = self.limits.max_undelivered
         if window is not None and request.streaming:
             assert request.undelivered <= window, f"request {request.key}: {request.undelivered} undelivered"
+
+
+def _overdue(request: Request, now_ns: int) -> bool:
+    return request.deadline_ns is not None and request.deadline_ns <= now_ns and request.state is State.WAITING
 
 
 def refusal_of(reason: str, retry_after_s: int) -> Refusal:

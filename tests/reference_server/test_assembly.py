@@ -62,6 +62,7 @@ def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
         (PolicyChoice(admission="maybe"), "--admission: 'maybe'; accepted: none, deadline"),
         (PolicyChoice(reservation="half"), "--reservation: 'half'; accepted: full, optimistic, estimate"),
         (PolicyChoice(reservation="estimate"), "'estimate' needs lengths; accepted: together with --lengths FILE"),
+        (PolicyChoice(lengths_by="colour"), "--lengths-by: 'colour'; accepted: class, tenant"),
         (PolicyChoice(lengths="/nowhere.json"), "cannot be read"),
         (PolicyChoice(cost_model="/nowhere.json"), "--cost-model: '/nowhere.json'"),
         (PolicyChoice(unit_output=0), "service unit"),
