@@ -3,7 +3,7 @@
 A store holds the catalogue rows of one exposition. Where the observing process is not the one that is scraped,
 `drain` hands
 over what changed and `absorb` takes it: cumulative values, so that a payload that got lost is mended by the next
-full one.
+full one. A counter that both sides have is exposed as their sum, any other value is the other side's.
 Not safe for writers in several threads; readers may be elsewhere.
 """
 
@@ -65,6 +65,7 @@ class MetricStore:
         }
         self._histograms: dict[Key, _Histogram] = {}
         self._values: dict[Key, float] = {}  # counters and gauges
+        self._absorbed: dict[Key, float] = {}  # the other side's
         self._dirty: set[Key] = set()
         self._remote: set[Key] = set()
         self._seen: dict[str, set[str]] = {}
@@ -116,7 +117,12 @@ class MetricStore:
         self._dirty.add(key)
 
     def get(self, name: str, labels: Labels = ()) -> float:
-        return self._values.get((name, labels), 0)
+        """As exposed."""
+        key = (name, labels)
+        if key not in self._absorbed:
+            return self._values.get(key, 0)
+        own = self._values.get(key, 0) if self._metrics[name].kind == "counter" else 0
+        return own + self._absorbed[key]
 
     def bounded(self, label: str, value: str) -> str:
         """`value`, or `other` once this label has taken its K values: a caller must not be able to make series
@@ -168,8 +174,8 @@ class MetricStore:
         if body["full"]:
             for key in self._remote:
                 self._histograms.pop(key, None)
-                self._values.pop(key, None)
             self._remote = set()
+            self._absorbed = {}
         for name, labels, bins, sum_ns in body["histograms"]:
             key = (name, tuple(labels))
             histogram = self._histogram(*key)
@@ -177,9 +183,7 @@ class MetricStore:
             histogram.sum_ns = sum_ns
             self._remote.add(key)
         for name, labels, value in body["values"]:
-            key = (name, tuple(labels))
-            self._values[key] = value
-            self._remote.add(key)
+            self._absorbed[name, tuple(labels)] = value
 
     # --- reading
 
@@ -190,8 +194,8 @@ class MetricStore:
     def collect(self) -> Iterator[Family]:
         self._count()
         families = {name: _family(metric) for name, metric in self._metrics.items()}
-        for (name, labels), value in sorted(self._values.items()):
-            families[name].add_metric(labels, value)  # type: ignore[attr-defined]
+        for name, labels in sorted(self._values.keys() | self._absorbed.keys()):
+            families[name].add_metric(labels, self.get(name, labels))  # type: ignore[attr-defined]
         for (name, labels), histogram in sorted(self._histograms.items(), key=lambda item: item[0]):
             cumulative = np.cumsum(histogram.bins).tolist()
             edges = [str(edge / 1e9) for edge in histogram.edges_ns.tolist()] + ["+Inf"]

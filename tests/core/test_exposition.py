@@ -76,6 +76,21 @@ def test_a_full_payload_forgets_the_series_of_a_process_that_died() -> None:
     assert samples(scraped) == samples(new)
 
 
+def test_a_counter_of_both_sides_is_their_sum_and_a_gauge_is_the_other_sides() -> None:
+    here, there = MetricStore("server"), MetricStore("server")
+    here.inc("sloscope_journal_records_total", 5, ("engine",))
+    here.set("sloscope_engine_kv_blocks_cached", 9)
+    for written in (7, 8):
+        there.inc("sloscope_journal_records_total", written, ("engine",))
+        there.set("sloscope_engine_kv_blocks_cached", 3)
+        here.absorb(there.drain())
+    here.inc("sloscope_journal_records_total", 1, ("engine",))
+    text = here.render().decode()
+    # 5 + 1 of its own, 7 + 8 of the other side
+    assert '\nsloscope_journal_records_total{observer="engine"} 21.0\n' in text
+    assert "\nsloscope_engine_kv_blocks_cached 3.0\n" in text
+
+
 def test_a_flood_of_tenants_ends_in_other() -> None:
     store = MetricStore("sidecar", max_label_values=3)
     seen = [store.bounded("tenant", f"t{i}") for i in range(10)]

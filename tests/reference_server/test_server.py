@@ -14,6 +14,7 @@ import pytest
 
 from sloscope import catalogue
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.journal import journal_files, writer_of
 from tests.reference_server.serving import Conversation, Served, until
 
 
@@ -269,6 +270,15 @@ def test_every_engine_metric_is_there_from_the_start_and_no_receipt_name(served:
         suffix = "_count" if metric.kind == "histogram" else ""
         assert metric.optional or f"\n{metric.name}{suffix}" in text, metric.name
     assert "sloscope_client_" not in text and "sloscope_sidecar_" not in text
+
+
+def test_the_journal_counters_are_those_of_both_processes(served: Served) -> None:
+    assert served.text().status_code == 200
+    name = 'sloscope_journal_records_total{observer="engine"}'
+    assert {path.parent.name for path in journal_files(served.events)} == {"engine"}
+    assert len({writer_of(path) for path in journal_files(served.events)}) == 2, "front end and engine write one each"
+    until(lambda: served.metrics()[name] == len(served.journal()))
+    assert served.metrics()['sloscope_journal_dropped_total{observer="engine"}'] == 0
 
 
 def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
