@@ -11,8 +11,6 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 
 from benchmarks.engine_steps import cost_model, options_of, save
@@ -26,6 +24,7 @@ from reference_server.simulation import Arrival, Observer, Result, qualified
 from sloscope.contract import Limits
 from sloscope.output import FORMATS, message, print_rows
 from sloscope.units import NS_PER_S
+from tests.reference_server.order_world import Books
 
 UNIT = ServiceUnit()
 POLITE, FLOODS = "polite", {"flood-a": 10 / 3, "flood-b": 5 / 3}
@@ -35,17 +34,14 @@ TTFT_STEPS = 50
 BACKLOG_STATES = (State.WAITING, State.PREEMPTED)
 
 
-@dataclass
-class Books(Observer):
-    """Service by tenant, its drift while two tenants are both backlogged, and the longest time between admissions while
-    somebody waits."""
+class Watch(Observer):
+    """Keeps the books, and the longest time between admissions while somebody waits."""
 
-    service: Counter[str] = field(default_factory=Counter)
-    worst_gap: float = 0
-    slowest_admission_ns: int = 0
-    _waiting: Counter[str] = field(default_factory=Counter)
-    _spells: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    _last_ns: int = 0
+    def __init__(self) -> None:
+        self.books = Books(UNIT, {})
+        self.slowest_admission_ns = 0
+        self._waiting: Counter[str] = Counter()
+        self._last_ns = 0
 
     def moved(self, transition: Transition, now_ns: int) -> None:
         request, before, after, _ = transition
@@ -55,23 +51,17 @@ class Books(Observer):
             self.slowest_admission_ns = max(self.slowest_admission_ns, now_ns - self._last_ns)
             self._last_ns = now_ns
         self._waiting[request.tenant] += (after in BACKLOG_STATES) - (before in BACKLOG_STATES)
-        if not self._waiting[request.tenant]:
-            self._spells = {pair: spell for pair, spell in self._spells.items() if request.tenant not in pair}
+        self._note()
 
     def stepped(self, plan: StepPlan, emitted: Sequence[Emitted], start_ns: int, end_ns: int) -> None:
-        self._sample()
         for request, fresh in zip(plan.requests, plan.fresh, strict=True):
-            self.service[request.tenant] += UNIT.prompt * fresh  # type: ignore[assignment]
+            self.books.note_service(request.tenant, fresh, 0)
         for token in emitted:
-            self.service[token.request.tenant] += UNIT.output  # type: ignore[assignment]
-        self._sample()
+            self.books.note_service(token.request.tenant, 0, 1)
+        self._note()
 
-    def _sample(self) -> None:
-        for pair in combinations(sorted(tenant for tenant, count in self._waiting.items() if count), 2):
-            difference = self.service[pair[0]] - self.service[pair[1]]
-            low, high = self._spells.get(pair, (difference, difference))
-            low, high = self._spells[pair] = (min(low, difference), max(high, difference))
-            self.worst_gap = max(self.worst_gap, high - low)
+    def _note(self) -> None:
+        self.books.note_backlog({tenant for tenant, count in self._waiting.items() if count})
 
 
 def traffic(asked: argparse.Namespace, server: Server, sustainable: float, floods: bool) -> list[Arrival]:
@@ -107,11 +97,11 @@ def rows_of(asked: argparse.Namespace, server: Server, cost: CostModel, rate: fl
     for name in ("fcfs", "vtc", "drr"):
         options = OrderOptions(UNIT, quantum=QUANTUM)
         alone = simulate(traffic(asked, server, rate, False), server, cost, make_order(name, options))
-        books = Books()
+        watch = Watch()
         flooded = traffic(asked, server, rate, True)
         # What counts is the time of the flood, not how long its backlog takes afterwards.
         until_ns = round(asked.seconds * NS_PER_S)
-        simulation = simulate(flooded, server, cost, make_order(name, options), observers=[books], until_ns=until_ns)
+        simulation = simulate(flooded, server, cost, make_order(name, options), observers=[watch], until_ns=until_ns)
         results = list(simulation.results.values())
         requests = [arrival.request for arrival in flooded]
         bound = service_gap_bound(
@@ -123,7 +113,7 @@ def rows_of(asked: argparse.Namespace, server: Server, cost: CostModel, rate: fl
             quantum=QUANTUM if name == "drr" else 0,
         )
         # One admission of each other tenant, and its own, may come first.
-        late_ns = (len(FLOODS) + 1) * books.slowest_admission_ns
+        late_ns = (len(FLOODS) + 1) * watch.slowest_admission_ns
         ttft_ns = limits.ttft_ns or 0
         floor = attainment(list(alone.results.values()), Limits(ttft_ns=max(0, ttft_ns - late_ns)))
         rows.append(
@@ -132,10 +122,10 @@ def rows_of(asked: argparse.Namespace, server: Server, cost: CostModel, rate: fl
                 "polite_alone": round(attainment(list(alone.results.values()), limits), 4),
                 "polite_flooded": round(attainment(results, limits), 4),
                 "promised_at_least": round(floor, 4) if name != "fcfs" else None,
-                **{f"service_{tenant}": round(books.service[tenant]) for tenant in (POLITE, *FLOODS)},
-                "largest_gap": round(books.worst_gap),
+                **{f"service_{tenant}": round(watch.books.service[tenant]) for tenant in (POLITE, *FLOODS)},
+                "largest_gap": round(watch.books.worst_gap),
                 "bound": round(bound) if name != "fcfs" else None,
-                "slowest_admission_ms": round(books.slowest_admission_ns / 1e6),
+                "slowest_admission_ms": round(watch.slowest_admission_ns / 1e6),
             }
         )
     return rows

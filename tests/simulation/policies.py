@@ -15,7 +15,7 @@ from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation, Lengths, LengthTable
 from reference_server.request import Request, State
 from reference_server.scheduler import Limits, Policies, StepPlan
-from tests.reference_server.order_world import Ledger
+from tests.reference_server.order_world import Books
 
 # Nanoseconds, so that a step of a small batch takes 10 to 40.
 COST = CostModel(base_ns=10, prefill_token_ns=1, decode_token_ns=1, kv_read_token_ns=0.1)
@@ -100,21 +100,27 @@ class TenantsShare(Claim):
 
     def __init__(self, quantum: float = 0) -> None:
         self._quantum = quantum
-        self._ledger = Ledger(UNIT, WEIGHTS)
+        self._books = Books(UNIT, WEIGHTS)
+        self._waiting: Counter[str] = Counter()
         self._within: NobodyOvertakes = NobodyOvertakes()
 
     def joined(self, entry: Waiting, now_ns: int) -> None:
-        self._ledger.note_waiting(entry.request.tenant, +1)
+        self._waiting[entry.request.tenant] += 1
+        self._note()
 
     def left(self, entry: Waiting) -> None:
-        self._ledger.note_waiting(entry.request.tenant, -1)
+        self._waiting[entry.request.tenant] -= 1
+        self._note()
 
     def admitted(self, entry: Waiting, others: Sequence[Waiting], now_ns: int) -> None:
         self._within.admitted(entry, [o for o in others if o.request.tenant == entry.request.tenant], now_ns)
 
     def served(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        self._ledger.note_service(request.tenant, prompt_tokens, output_tokens)
-        self._ledger.sample()
+        self._books.note_service(request.tenant, prompt_tokens, output_tokens)
+        self._note()
+
+    def _note(self) -> None:
+        self._books.note_backlog({tenant for tenant, count in self._waiting.items() if count})
 
     def ended(self, limits: Limits, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None:
         bound = service_gap_bound(
@@ -127,7 +133,7 @@ class TenantsShare(Claim):
             whole=whole,
             quantum=self._quantum,
         )
-        assert self._ledger.worst_gap <= bound + 1e-6, f"service gap {self._ledger.worst_gap}, bound {bound}"
+        assert self._books.worst_gap <= bound + 1e-6, f"service gap {self._books.worst_gap}, bound {bound}"
 
 
 class LanesYield(Claim):
