@@ -48,8 +48,8 @@ LOOP_BATCH, BARE_LOOP_BATCH = 16, 64
 Row = dict[str, Any]
 
 
-def main() -> None:
-    asked = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    asked = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames arguments from release to release
     try:
         run(asked)

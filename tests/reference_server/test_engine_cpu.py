@@ -1,0 +1,59 @@
+"""The CPU benchmark on the smallest model: every side answers, nothing is measured twice, weights stay the same."""
+
+import json
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from benchmarks import engine_cpu
+from benchmarks.engine_overhead import WARM_UP_TURNS, InstantRunner, measure_turns
+from benchmarks.forward_sides import write_gguf
+from reference_server.builtin import make_builtin
+from reference_server.gguf_weights import read_gguf
+from sloscope.journal import Tail, journal_files, read_journal
+from tests.reference_server.test_model_weights import write_gguf as write_tiny_gguf
+
+
+def test_all_sides_and_both_loops_have_a_row(tmp_path: Path) -> None:
+    saved = tmp_path / "results" / "engine_cpu.json"
+    options = "--model builtin --context 16 --threads 1 --rounds 1 --steps 1 --turns 3 --format json"
+    threads = torch.get_num_threads()
+    try:
+        engine_cpu.main([*options.split(), "--save", str(saved)])
+    finally:
+        torch.set_num_threads(threads)
+    kept = json.loads(saved.read_text())
+    sides = ["floor (plain products)", "floor (packed products)", "sloscope", "transformers forward"]
+    sides.append("transformers generate")
+    whats = ["decode, batch 1", "decode, batch 16", "prefill, 16"]
+    assert [(row["what"], row["side"]) for row in kept["forward"]] == [(what, side) for what in whats for side in sides]
+    for row in kept["forward"]:
+        assert row["min_ms"] == row["max_ms"] == row["ms"] > 0  # one round, and the one before does not count
+        for side, column in zip(sides, ("x_plain", "x_packed"), strict=False):
+            assert row["side"] != side or row[column] == 1
+    assert [(row["batch"], row["runner"]) for row in kept["loop"]] == [(16, "the model"), (64, "instant runner")]
+    assert "--llama-python" in kept["about"]["llama_cpp"]
+
+
+def test_a_turn_of_the_loop_is_a_decode_step_of_the_whole_batch_with_its_record(tmp_path: Path) -> None:
+    turns = measure_turns(InstantRunner(), make_builtin().config, 4, batch=5, context=33, turns=7, events=tmp_path)
+    assert len(turns) == 7 and all(0 < turn.overhead_ns <= turn.wall_ns for turn in turns)
+    steps = [r for path in journal_files(tmp_path) for r in read_journal(Tail(path)) if r["kind"] == "step"]
+    # One prefill of all prompts, 5 * 33 tokens, then the turns.
+    assert [step["decode_tokens"] for step in steps] == [0] + [5] * (WARM_UP_TURNS + 7)
+    assert steps[0]["prefill_tokens"] == 165
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_llama_cpp_gets_the_same_weights(tmp_path: Path, dtype: str) -> None:
+    write_tiny_gguf(tmp_path / "q8.gguf", quantize=gguf.GGMLQuantizationType.Q8_0)
+    write_gguf(tmp_path / "q8.gguf", tmp_path / "wide.gguf", dtype)
+    expected, read = read_gguf(tmp_path / "q8.gguf"), read_gguf(tmp_path / "wide.gguf")
+    assert (read.config, read.tokenizer) == (expected.config, expected.tokenizer)
+    matrices = [name for name, tensor in read.state.items() if tensor.ndim == 2]
+    for name in matrices:
+        assert torch.equal(read.state[name], expected.state[name].to(getattr(torch, dtype)).float()), name
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "wide.gguf").tensors}
+    assert kinds == ({"F32"} if dtype == "float32" else {"F32", "BF16"})
