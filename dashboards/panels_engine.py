@@ -113,7 +113,7 @@ def kv_blocks() -> Any:
 def kv_held_and_cached() -> Any:
     return style.lines(
         "KV held by paused requests, and cached",
-        "Paused: resident blocks of readers that do not read. Cached: free blocks that still hold a reusable prefix.",
+        "Paused: resident blocks of readers that do not read. Cached: held by nobody, with a prefix to reuse.",
         "short",
         [
             style.query(promql.level(promql.engine("kv_blocks_paused")), "paused"),

@@ -212,7 +212,7 @@ STEPS: tuple[Column, ...] = (
         ("kv_blocks_resident", "blocks that hold tokens"),
         ("kv_blocks_reserved", "blocks promised to admitted work"),
         ("kv_blocks_free", "blocks neither resident nor reserved"),
-        ("kv_blocks_cached", "the part of the free blocks that still holds a prefix which can be reused"),
+        ("kv_blocks_cached", "blocks that nobody holds, promised or not, with a prefix to reuse"),
         ("preempted", "requests preempted at this boundary"),
         ("paused", "requests left out by flow control"),
         ("gap_before_ns", "start minus the end of the same process's step before; NULL at its first"),

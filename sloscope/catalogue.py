@@ -115,7 +115,7 @@ _ENGINE = [
     _engine("requests", "gauge", "Requests by scheduler state.", ("state",)),
     _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its first step; 0 when none waits."),
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),
-    _engine("kv_blocks_cached", "gauge", "The part of the free KV blocks that still holds a prefix which can be reused."),
+    _engine("kv_blocks_cached", "gauge", "KV blocks that nobody holds, promised or not, with a prefix to reuse."),
     _engine("kv_blocks_paused", "gauge", "The part of the resident KV blocks that paused requests hold."),
     _engine("undelivered_tokens", "gauge", "Tokens computed and not yet written to a socket."),
     _engine("preemptions_total", "counter", "Sequences whose KV was taken back before they ended."),

@@ -166,7 +166,11 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("kv_blocks_resident", "int", "blocks that hold tokens"),
         Field("kv_blocks_reserved", "int", "blocks promised to admitted work"),
         Field("kv_blocks_free", "int", "blocks neither resident nor reserved"),
-        Field("kv_blocks_cached", "int", "the part of the free blocks that still holds a prefix which can be reused"),
+        Field(
+            "kv_blocks_cached",
+            "int",
+            "blocks that nobody holds, promised or not, with a prefix to reuse",
+        ),
         Field("preempted_ids", "strs", "requests preempted at this boundary; absent: none"),
         Field("paused_ids", "strs", "requests left out by flow control; absent: none"),
         Field("modelled_flops", "float", "FLOPs from the model's shape: the four parts in sum"),

@@ -17,7 +17,7 @@
 --   reserved_max      bigint   blocks
 --   free_mean         double   blocks    neither
 --   free_min          bigint   blocks
---   cached_mean       double   blocks    the part of free that still holds a reusable prefix
+--   cached_mean       double   blocks    held by nobody, promised ones too, with a prefix to reuse
 --   resident_share    double   ratio     resident_mean over the mean of the pool
 --   promised_share    double   ratio     resident and reserved together over the mean of the pool
 --   paused_share      double   ratio     time in which requests were held back by flow control / in which they held KV
@@ -27,11 +27,11 @@
 --   reused_share      double   ratio     reused / (reused + run)
 --   unbalanced        bigint   steps     whose resident, reserved and free do not sum to the engine's pool: 0 is right
 -- rules: Steps of the window and of its requests' drain: buckets go on after the window until the last step that still
---   ran one of its requests. A step belongs to the bucket in which it began. Means and shares weigh each step by its duration, so they say
---   nothing of the time between steps. Requests that hold KV are those in prefill, in decode and paused. What no step of
---   the bucket recorded is NULL, as everything is in an idle bucket. `unbalanced` compares with the pool that the engine
---   recorded, and is NULL when it recorded none; cached blocks beyond the free ones count as unbalanced too. A bucket_s
---   that makes more than 100000 buckets gives the first 100000.
+--   ran one of its requests. A step belongs to the bucket in which it began. Means and shares weigh each step by its
+--   duration, so they say nothing of the time between steps. Requests that hold KV are those in prefill, in decode and
+--   paused. What no step of the bucket recorded is NULL, as everything is in an idle bucket. `unbalanced` compares with
+--   the pool that the engine recorded, and is NULL when it recorded none; more cached blocks than nobody holds are
+--   unbalanced too. A bucket_s that makes more than 100000 buckets gives the first 100000.
 with
 
 run_window as (
@@ -124,7 +124,7 @@ by_bucket as (
         cast(sum(prefill_tokens) as bigint) as prefill_tokens,
         case
             when count(kv_blocks) > 0
-                then count(*) filter (where pool <> kv_blocks or kv_blocks_cached > kv_blocks_free)
+                then count(*) filter (where pool <> kv_blocks or kv_blocks_cached > kv_blocks_reserved + kv_blocks_free)
         end as unbalanced
     from placed
     group by engine_id, bucket
