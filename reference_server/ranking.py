@@ -27,8 +27,9 @@ class Ranking:
         return name in self._ranks
 
     def __iter__(self) -> Iterator[str]:
-        """In order of rank."""
-        return (name for _, name in sorted((rank, name) for name, rank in self._ranks.items()))
+        """In order of rank. Sorts when the first is asked for: who only passes the iterator on pays nothing."""
+        for _, name in sorted((rank, name) for name, rank in self._ranks.items()):
+            yield name
 
     def rank(self, name: str) -> Rank:
         return self._ranks[name]
@@ -76,7 +77,8 @@ class Line:
         return request.key in self._requests
 
     def __iter__(self) -> Iterator[Request]:
-        return (self._requests[key] for key in self._ranking)
+        for key in self._ranking:
+            yield self._requests[key]
 
     def add(self, request: Request, *rank: int) -> None:
         assert request.key not in self._requests, f"request {request.key} waits already"
