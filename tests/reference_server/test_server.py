@@ -298,6 +298,18 @@ def test_a_reader_that_never_reads_is_cut_off_alone(tmp_path: Path) -> None:
     assert served.stop() == 0
 
 
+def test_a_window_of_one_token_is_no_dead_end(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--max-undelivered", "1")
+    full = served.text(max_tokens=20, temperature=0).json()["choices"][0]["text"]
+    # All but its last letter is in the answer, so its text is held back, over several tokens, and then sent.
+    stop = full[10:40] + "§"
+    *events, done = served.stream(max_tokens=20, temperature=0, stop=stop).whole()
+    assert "".join(texts(events)) == full and done.body == "[DONE]"
+    assert len(texts(events)) < 20
+    assert served.metrics()["sloscope_engine_undelivered_tokens"] == 0
+    assert served.stop() == 0
+
+
 def test_whatever_clients_do_every_request_ends_once_and_the_books_balance(tmp_path: Path) -> None:
     """24 clients on 4 slots of a small pool: some read to the end, some leave early, some while they wait."""
     served = Served(tmp_path, "--max-batch", "4", "--kv-blocks", "24", "--prefill-tokens", "16")
