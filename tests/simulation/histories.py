@@ -199,6 +199,7 @@ class World(Observer):
         self.admit_decisions: Counter[str] = Counter()
         self.fresh: Counter[str] = Counter()
         self.preempting_boundaries = 0
+        self.started = 0  # at this boundary
         self.preemptions: Counter[str] = Counter()
         arrivals = list(self._arrivals())
         self.simulation = Simulation(
@@ -285,6 +286,7 @@ class World(Observer):
         assert before == (path[-1] if path else None), f"{request.key}: from {before} after {path}"
         assert after in TRANSITIONS[before]
         path.append(after)
+        self.started += after is State.PREFILL
         if reason == "slow_reader":
             patience_ns = self.history.patience_ns
             assert patience_ns is not None and now_ns - request.taken_ns >= patience_ns
@@ -299,6 +301,8 @@ class World(Observer):
         self._check_state(now_ns)
         self._check_plan(plan, now_ns)
         self.preempting_boundaries += bool(plan.preempted)
+        assert not (plan.preempted and self.started), "what was just taken back is given away at once"
+        self.started = 0
         for request in plan.preempted:
             self.preemptions[request.key] += 1
             # Who pauses uses its KV least; else the last to come gives way, so that the first always gets on.

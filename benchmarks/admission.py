@@ -1,0 +1,214 @@
+"""How many keep their contract at 1.5 times the load that can be sustained: all let in, or deadline admission.
+
+Simulated: the highest rate at which first come, first served qualifies 99 % is found by bisection; then ten minutes of
+1.5 times it under both, with a cost model of this machine's steps. Real (`--real`): a shorter trace at the same rate
+through `sloscope serve` and `sloscope replay`, one run of each. The contract is a multiple of a full step's time, so
+that it means the same on any machine. `python -m benchmarks.admission --real`.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.engine_steps import cost_model, options_of, save
+from benchmarks.load import (
+    Server,
+    admit_all,
+    arrivals,
+    count_qualified,
+    deadline_admission,
+    planned,
+    simulate,
+    synthetic,
+)
+from reference_server.cost_model import CostModel, StepShape
+from reference_server.simulation import Result
+from sloscope.definitions import nearest_rank
+from sloscope.demo.processes import Stage, ask
+from sloscope.output import FORMATS, message, print_rows
+from sloscope.units import NS_PER_S
+
+ATTAINMENT = 0.99
+TTFT_STEPS, GAP_STEPS = 40, 4
+SEARCHES = 7
+FCFS, DEADLINE = "fcfs, everybody", "fcfs, deadline"
+
+
+def contract_of(cost: CostModel, server: Server) -> str:
+    """In steps of a full batch with a whole chunk, rounded up to milliseconds."""
+    full = StepShape(server.prefill_tokens or 0, server.slots, server.slots * 256)
+    step_ms = cost.step_ns(full) / 1e6
+    return f"ttft:{1 + int(TTFT_STEPS * step_ms)} itl_max:{1 + int(GAP_STEPS * step_ms)}"
+
+
+def sustainable_rate(asked: argparse.Namespace, server: Server, cost: CostModel, goodput: str) -> float:
+    """Requests per second: doubled until FCFS misses, then halved between, geometrically."""
+
+    def holds(rate: float) -> bool:
+        requests, contract = planned(synthetic(rate, asked.search_seconds, asked.lengths), goodput, asked.seed)
+        simulation = simulate(arrivals(requests, contract, server), server, cost, noise=asked.noise)
+        share = count_qualified(list(simulation.results.values()), contract) / len(requests)
+        message(f"{rate:.3g} requests/s: attainment {share:.3f}")
+        return share >= ATTAINMENT
+
+    low = 0.25
+    if not holds(low):
+        raise SystemExit(
+            f"error: {low} requests/s are not sustained; accepted: a shorter --lengths or a faster machine"
+        )
+    while holds(2 * low):
+        low *= 2
+    high = 2 * low
+    for _ in range(SEARCHES):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def simulated_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: float, goodput: str) -> list[dict]:
+    requests, contract = planned(synthetic(rate, asked.seconds, asked.lengths), goodput, asked.seed)
+    rows = []
+    for name, admission in ((FCFS, admit_all), (DEADLINE, deadline_admission)):
+        simulation = simulate(
+            arrivals(requests, contract, server), server, cost, admission=admission, noise=asked.noise
+        )
+        results = list(simulation.results.values())
+        row = {
+            "policy": name,
+            "offered": len(results),
+            "qualified": count_qualified(results, contract),
+            "refused": sum(result.ended == ("failed", "rejected") for result in results),
+        }
+        rows.append(row | _attained(row) | errors(results) | {"steps": simulation.steps})
+    return _with_ratio(rows)
+
+
+def _attained(row: dict) -> dict[str, object]:
+    return {"attainment": round(row["qualified"] / row["offered"], 4)}
+
+
+def _with_ratio(rows: list[dict]) -> list[dict]:
+    base = rows[0]["qualified"]
+    for row in rows:
+        row["times_fcfs"] = round(row["qualified"] / base, 2) if base else None
+    return rows
+
+
+def errors(results: Sequence[Result]) -> dict[str, object]:
+    """First token realised - predicted, of those that got one: quantiles by nearest rank."""
+    found = sorted(
+        (result.first_token_ns - result.predicted_first_token_ns) / NS_PER_S
+        for result in results
+        if result.first_token_ns is not None and result.predicted_first_token_ns is not None
+    )
+    names = {"error_p10_s": 100, "error_p50_s": 500, "error_p90_s": 900}
+    return {
+        name: round(found[nearest_rank(permille, len(found)) - 1], 4) if found else None
+        for name, permille in names.items()
+    }
+
+
+def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: float, goodput: str) -> list[dict]:
+    trace = synthetic(rate, asked.real_seconds, asked.lengths)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="sloscope-admission-") as folder:
+        model = Path(folder, "cost.json")
+        model.write_text(cost.to_json(), encoding="utf-8")
+        for name, admission in ((FCFS, "none"), (DEADLINE, "deadline")):
+            events = Path(folder, admission)
+            events.mkdir()
+            with Stage(events) as stage:
+                url = _serve(stage, asked, server, events, model, admission, goodput)
+                options = ("--goodput", goodput, "--seed", str(asked.seed), "--drain", "5s", "--format", "json")
+                ask(
+                    "replay",
+                    trace,
+                    "--url",
+                    url,
+                    "--events",
+                    str(events),
+                    *options,
+                    timeout_s=60 + 4 * asked.real_seconds,
+                )
+            (found,) = _query("goodput", events, goodput)
+            row = {"policy": name} | {key: found[key] for key in ("offered", "qualified")}
+            outcomes = _query("outcomes", events, goodput)
+            row["refused"] = sum(each["requests"] for each in outcomes if each.get("reason") == "rejected")
+            rows.append(row | _attained(row) | _calibration(events, goodput))
+    return _with_ratio(rows)
+
+
+def _serve(
+    stage: Stage, asked: argparse.Namespace, server: Server, events: Path, model: Path, admission: str, goodput: str
+) -> str:
+    child = stage.sloscope(
+        "server", "serve", "--model", asked.model, "--listen", "127.0.0.1:0", "--events", str(events),
+        "--goodput", goodput, "--admission", admission, "--cost-model", str(model), "--max-waiting", "100000",
+        "--max-batch", str(server.slots), "--max-context", str(server.max_context),
+        "--kv-blocks", str(server.kv_tokens // server.block_tokens),
+        "--prefill-tokens", str(server.prefill_tokens or 0), "--threads", str(asked.threads),
+    )  # fmt: skip
+    return str(child.wait_for(r"on (http://\S+)", 60)[1])
+
+
+def _query(name: str, events: Path, goodput: str) -> list[dict]:
+    rows: list[dict] = json.loads(ask("query", name, "--events", str(events), "--goodput", goodput, "--format", "json"))
+    return rows
+
+
+def _calibration(events: Path, goodput: str) -> dict[str, object]:
+    """Of who was admitted: the median over the deciles of each quantile of realised - predicted."""
+    rows = [row for row in _query("admission_calibration", events, goodput) if row["verdict"] == "admit"]
+    found: dict[str, object] = {}
+    for name in ("error_p10_s", "error_p50_s", "error_p90_s"):
+        values = [row[name] for row in rows if row[name] is not None]
+        found[name] = round(statistics.median(values), 4) if values else None
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin-14m", help="as for `sloscope serve` (default: builtin-14m)")
+    parser.add_argument("--cost-model", type=Path, help="a recorded fit; default: measured at the start")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
+    parser.add_argument(
+        "--lengths",
+        default="prompt_p50=128&prompt_sigma=0.8&output_p50=32&output_sigma=0.7",
+        help="of prompts and outputs, as in a synthetic trace (default: medians of 128 and 32 tokens)",
+    )
+    parser.add_argument("--goodput", help=f"contract in ms; default: {TTFT_STEPS} and {GAP_STEPS} full steps")
+    parser.add_argument("--overload", type=float, default=1.5, help="times the sustainable rate (default: 1.5)")
+    parser.add_argument("--seconds", type=float, default=600, help="simulated (default: 600)")
+    parser.add_argument("--search-seconds", type=float, default=200, help="of each trace of the search (default: 200)")
+    parser.add_argument(
+        "--noise", type=float, default=0.1, help="of step times, standard deviation of the logarithm (default: 0.1)"
+    )
+    parser.add_argument("--real", action="store_true", help="also through `sloscope serve` and `sloscope replay`")
+    parser.add_argument("--real-seconds", type=float, default=45, help="of the real trace (default: 45)")
+    parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
+    parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
+    asked = parser.parse_args()
+    server = Server(slots=16, kv_tokens=16_384, block_tokens=16, max_context=2048, prefill_tokens=256)
+    cost = cost_model(asked.cost_model, asked.model, asked.threads)
+    goodput = asked.goodput or contract_of(cost, server)
+    rate = asked.overload * sustainable_rate(asked, server, cost, goodput)
+    message(f"contract {goodput}; {rate:.3g} requests/s, {asked.overload:g} times the sustainable rate")
+    rows = {"simulated": simulated_rows(asked, server, cost, rate, goodput)}
+    print_rows(
+        rows["simulated"], asked.format, title=f"simulated, {asked.seconds:g} s at {rate:.3g} requests/s, {goodput}"
+    )
+    if asked.real:
+        rows["real"] = real_rows(asked, server, cost, rate, goodput)
+        print_rows(
+            rows["real"], asked.format, title=f"real, {asked.real_seconds:g} s at {rate:.3g} requests/s, {goodput}"
+        )
+    about = {"goodput": goodput, "rate": rate, "cost_model": json.loads(cost.to_json())}
+    save(asked.save, "admission", rows, **options_of(asked), **about)
+
+
+if __name__ == "__main__":
+    main()
