@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.engine_steps import cost_model, options_of, save
@@ -20,11 +20,14 @@ from benchmarks.load import (
     arrivals,
     count_qualified,
     deadline_admission,
+    earlier_lengths,
+    full_step_ns,
     planned,
     simulate,
     synthetic,
 )
-from reference_server.cost_model import CostModel, StepShape
+from reference_server.cost_model import CostModel
+from reference_server.policies import Admission
 from reference_server.simulation import Result
 from sloscope.definitions import nearest_rank
 from sloscope.demo.processes import Stage, ask
@@ -34,13 +37,12 @@ from sloscope.units import NS_PER_S
 ATTAINMENT = 0.99
 TTFT_STEPS, GAP_STEPS = 40, 4
 SEARCHES = 7
-FCFS, DEADLINE = "fcfs, everybody", "fcfs, deadline"
+FCFS, DEADLINE, INFORMED = "everybody", "deadline, lengths unknown", "deadline, earlier lengths"
 
 
 def contract_of(cost: CostModel, server: Server) -> str:
-    """In steps of a full batch with a whole chunk, rounded up to milliseconds."""
-    full = StepShape(server.prefill_tokens or 0, server.slots, server.slots * 256)
-    step_ms = cost.step_ns(full) / 1e6
+    """In full steps, rounded up to milliseconds."""
+    step_ms = full_step_ns(cost, server) / 1e6
     return f"ttft:{1 + int(TTFT_STEPS * step_ms)} itl_max:{1 + int(GAP_STEPS * step_ms)}"
 
 
@@ -69,12 +71,18 @@ def sustainable_rate(asked: argparse.Namespace, server: Server, cost: CostModel,
 
 
 def simulated_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: float, goodput: str) -> list[dict]:
-    requests, contract = planned(synthetic(rate, asked.seconds, asked.lengths), goodput, asked.seed)
+    trace = synthetic(rate, asked.seconds, asked.lengths)
+    requests, contract = planned(trace, goodput, asked.seed)
+    lengths = earlier_lengths(trace, goodput, asked.seed + 1)
+    policies: dict[str, Callable[[CostModel, Server], Admission]] = {
+        FCFS: admit_all,
+        DEADLINE: deadline_admission,
+        INFORMED: lambda cost, server: deadline_admission(cost, server, lengths),
+    }
     rows = []
-    for name, admission in ((FCFS, admit_all), (DEADLINE, deadline_admission)):
-        simulation = simulate(
-            arrivals(requests, contract, server), server, cost, admission=admission, noise=asked.noise
-        )
+    for name, admission in policies.items():
+        arriving = arrivals(requests, contract, server)
+        simulation = simulate(arriving, server, cost, admission=admission, noise=asked.noise)
         results = list(simulation.results.values())
         row = {
             "policy": name,
@@ -117,11 +125,15 @@ def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: 
     with tempfile.TemporaryDirectory(prefix="sloscope-admission-") as folder:
         model = Path(folder, "cost.json")
         model.write_text(cost.to_json(), encoding="utf-8")
-        for name, admission in ((FCFS, "none"), (DEADLINE, "deadline")):
-            events = Path(folder, admission)
+        lengths = Path(folder, "lengths.json")
+        for name, policy in (
+            (FCFS, ("--admission", "none")),
+            (INFORMED, ("--admission", "deadline", "--lengths", str(lengths))),
+        ):
+            events = Path(folder, policy[1])
             events.mkdir()
             with Stage(events) as stage:
-                url = _serve(stage, asked, server, events, model, admission, goodput)
+                url = _serve(stage, asked, server, events, goodput, "--cost-model", str(model), *policy)
                 options = ("--goodput", goodput, "--seed", str(asked.seed), "--drain", "5s", "--format", "json")
                 ask(
                     "replay",
@@ -133,6 +145,9 @@ def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: 
                     *options,
                     timeout_s=60 + 4 * asked.real_seconds,
                 )
+            if not lengths.exists():  # the second run knows what the first one saw
+                shown = ("survival_curve", "--events", str(events), "--param", "by=all", "--format", "json")
+                lengths.write_text(ask("query", *shown), encoding="utf-8")
             (found,) = _query("goodput", events, goodput)
             row = {"policy": name} | {key: found[key] for key in ("offered", "qualified")}
             outcomes = _query("outcomes", events, goodput)
@@ -141,15 +156,13 @@ def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: 
     return _with_ratio(rows)
 
 
-def _serve(
-    stage: Stage, asked: argparse.Namespace, server: Server, events: Path, model: Path, admission: str, goodput: str
-) -> str:
+def _serve(stage: Stage, asked: argparse.Namespace, server: Server, events: Path, goodput: str, *policy: str) -> str:
     child = stage.sloscope(
         "server", "serve", "--model", asked.model, "--listen", "127.0.0.1:0", "--events", str(events),
-        "--goodput", goodput, "--admission", admission, "--cost-model", str(model), "--max-waiting", "100000",
-        "--max-batch", str(server.slots), "--max-context", str(server.max_context),
+        "--goodput", goodput, "--max-waiting", "100000", "--max-batch", str(server.slots),
+        "--max-context", str(server.max_context), "--block-tokens", str(server.block_tokens),
         "--kv-blocks", str(server.kv_tokens // server.block_tokens),
-        "--prefill-tokens", str(server.prefill_tokens or 0), "--threads", str(asked.threads),
+        "--prefill-tokens", str(server.prefill_tokens or 0), "--threads", str(asked.threads), *policy,
     )  # fmt: skip
     return str(child.wait_for(r"on (http://\S+)", 60)[1])
 

@@ -1,6 +1,6 @@
 """What flooding tenants do to a polite one, under first come, first served, virtual counters and deficit round robin.
 
-A polite tenant sends a quarter of what the server can sustain. Two others flood it with five times of that together,
+A polite tenant sends a tenth of what the server can run. Two others flood it with five times of that together,
 one twice as much as the other. In simulated time, with a cost model of this machine's steps. Printed: the polite one's
 attainment alone and flooded, beside the least that docs/decisions/014-fairness-bound.md promises; the service each
 tenant received; and the largest drift between two tenants while both were backlogged, beside the declared bound.
@@ -16,7 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from benchmarks.engine_steps import cost_model, options_of, save
-from benchmarks.load import Server, arrivals, planned, simulate, synthetic
+from benchmarks.load import Server, arrivals, full_step_ns, planned, simulate, synthetic
 from reference_server.cost_model import CostModel, StepShape
 from reference_server.fairness import ServiceUnit, service_gap_bound
 from reference_server.orders import OrderOptions, make_order
@@ -29,9 +29,9 @@ from sloscope.units import NS_PER_S
 
 UNIT = ServiceUnit()
 POLITE, FLOODS = "polite", {"flood-a": 10 / 3, "flood-b": 5 / 3}
-POLITE_LOAD = 0.25
+POLITE_LOAD = 0.1
 QUANTUM = 1024
-TTFT_STEPS = 60
+TTFT_STEPS = 50
 BACKLOG_STATES = (State.WAITING, State.PREEMPTED)
 
 
@@ -159,9 +159,8 @@ def main() -> None:
     server = Server(slots=16, kv_tokens=16_384, block_tokens=16, max_context=2048, prefill_tokens=256)
     cost = cost_model(asked.cost_model, asked.model, asked.threads)
     rate = capacity(cost, server, traffic(asked, server, 100, False))
-    step_ns = cost.step_ns(StepShape(0, server.slots, server.slots * 256))
-    limits = Limits(ttft_ns=TTFT_STEPS * step_ns)
-    message(f"capacity {rate:.3g} requests/s; TTFT limit {TTFT_STEPS} full steps, {TTFT_STEPS * step_ns / 1e6:.0f} ms")
+    limits = Limits(ttft_ns=TTFT_STEPS * full_step_ns(cost, server))
+    message(f"capacity {rate:.3g} requests/s; TTFT limit {TTFT_STEPS} full steps, {(limits.ttft_ns or 0) / 1e6:.0f} ms")
     rows = {"simulated": rows_of(asked, server, cost, rate, limits)}
     print_rows(rows["simulated"], asked.format, title=f"simulated, {asked.seconds:g} s")
     save(asked.save, "fairness", rows, **options_of(asked), cost_model=json.loads(cost.to_json()))

@@ -1,15 +1,17 @@
 """A trace through the simulator: the same rows, lengths and caps that `sloscope replay` sends."""
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from reference_server.admission import DeadlineAdmission
-from reference_server.cost_model import CostModel, OnlineFit
+from reference_server.cost_model import CostModel, OnlineFit, StepShape
 from reference_server.kv_blocks import BlockPool
 from reference_server.orders import Fcfs
 from reference_server.policies import Admission, AdmitAll, Full, QueueOrder
 from reference_server.prefill_budget import Static
-from reference_server.remaining import Lengths
+from reference_server.remaining import Lengths, LengthTable
 from reference_server.request import Request
 from reference_server.scheduler import Limits, Policies, Scheduler
 from reference_server.simulation import Arrival, Observer, Result, Simulation, qualified
@@ -29,6 +31,11 @@ class Server(NamedTuple):
     @property
     def pool(self) -> BlockPool:
         return BlockPool(self.kv_tokens // self.block_tokens, self.block_tokens)
+
+
+def full_step_ns(cost: CostModel, server: Server) -> int:
+    """A full batch beside a whole chunk: the unit of contracts that mean the same on any machine."""
+    return cost.step_ns(StepShape(server.prefill_tokens or 0, server.slots, server.slots * 256))
 
 
 def synthetic(rate: float, seconds: float, lengths: str) -> str:
@@ -64,8 +71,24 @@ def arrivals(requests: Sequence[schedule.Planned], contract: Contract, server: S
     return found
 
 
-def deadline_admission(cost: CostModel, server: Server) -> Admission:
-    return DeadlineAdmission(OnlineFit(cost), Lengths(), Full(), Static(server.prefill_tokens))
+def deadline_admission(cost: CostModel, server: Server, lengths: LengthTable | None = None) -> Admission:
+    known = Lengths() if lengths is None else Lengths(lengths)
+    return DeadlineAdmission(OnlineFit(cost), known, Full(), Static(server.prefill_tokens))
+
+
+def earlier_lengths(trace: str, goodput: str, seed: int) -> LengthTable:
+    """The survival curve that the answers of an earlier trace would have left."""
+    requests, _ = planned(trace, goodput, seed)
+    ended = Counter(each.output_tokens for each in requests if not each.capped)
+    cut = Counter(each.max_tokens for each in requests if each.capped)
+    rows, at_risk, survival = [], len(requests), 1.0
+    for tokens in sorted(ended | cut):
+        events, censored = ended[tokens], cut[tokens]
+        survival *= 1 - events / at_risk
+        counts = {"at_risk": at_risk, "events": events, "censored": censored}
+        rows.append({"cohort": "all", "tokens": tokens, **counts, "survival": survival})
+        at_risk -= events + censored
+    return LengthTable.parse(json.dumps(rows))
 
 
 def admit_all(cost: CostModel, server: Server) -> Admission:
