@@ -224,7 +224,8 @@ class Engine:
         if self._lengths is not None and self._lengths.refresh(now_ns) and self._lengths.problem:
             say(f"warning: {self._lengths.problem}")
         self._ledger.gauges(now_ns, self._cost.error(), self._lengths_age_ns())
-        self._link.send({"op": "metrics", "payload": self._ledger.metrics.drain().decode()})
+        payload = self._ledger.metrics.drain().decode()
+        self._link.send({"op": "metrics", "payload": payload, "journal": self._ledger.journal_counts()})
         self._drained_ns = now_ns
 
     def _lengths_age_ns(self) -> int | None:

@@ -142,7 +142,10 @@ class FrontEnd:
         self.live: dict[str, Live] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._scrapes: list[asyncio.Event] = []
+        self._engine_journal = (0, 0, 0)  # records written, lost, bytes
+        self._oldest_ns = 0  # when the oldest record came that is not written yet
         self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
+        self.metrics.init("sloscope_tenant_overflow_total", ("engine",))
         for outcome in records.OUTCOMES:
             self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
 
@@ -208,6 +211,7 @@ class FrontEnd:
                     self.cut(live, message["reason"])
             case "metrics":
                 self.metrics.absorb(message["payload"].encode())
+                self._engine_journal = message["journal"]
                 for scrape in self._scrapes:
                     scrape.set()
                 self._scrapes.clear()
@@ -240,6 +244,9 @@ class FrontEnd:
 
     def submit(self, live: Live, **asked: Any) -> None:
         self.live[live.key] = live
+        # The engine folds by the same rule.
+        if self.metrics.bounded("tenant", asked["tenant"]) != asked["tenant"]:
+            self.metrics.inc("sloscope_tenant_overflow_total", 1, ("engine",))
         self._send({"op": "new", "key": live.key, "streaming": live.streaming, **asked})
 
     def delivered(self, live: Live, tokens: int) -> None:
@@ -306,13 +313,31 @@ class FrontEnd:
             self.journal.write(record)
 
     def record(self, kind: str, **fields: Any) -> None:
-        if self.journal is not None:
-            self.journal.append(records.make(kind, **fields))
+        self._append(records.make(kind, **fields))
 
     def flush_emissions(self, live: Live) -> None:
         record = live.emissions.take(live.key)
-        if record is not None and self.journal is not None:
-            self.journal.append(record)
+        if record is not None:
+            self._append(record)
+
+    def _append(self, record: records.Record) -> None:
+        if self.journal is None:
+            return
+        if not self.journal.buffered:
+            self._oldest_ns = self.clock.monotonic_ns()
+        self.journal.append(record)
+
+    def _count_journal(self) -> None:
+        """Both processes of the server write a journal of this observer."""
+        if self.journal is None:
+            return
+        own = self.journal.written, self.journal.lost, self.journal.bytes
+        names = ("records_total", "dropped_total", "bytes_total")
+        for name, here, there in zip(names, own, self._engine_journal, strict=True):
+            self.metrics.set(f"sloscope_journal_{name}", here + there, ("engine",))
+        # The engine writes at every boundary; what waits, waits here.
+        lag_ns = self.clock.monotonic_ns() - self._oldest_ns if self.journal.buffered else 0
+        self.metrics.set("sloscope_journal_lag_seconds", lag_ns / 1e9, ("engine",))
 
     async def tend_journal(self) -> None:
         """Nothing stays unwritten for more than about a second."""
@@ -353,6 +378,7 @@ class FrontEnd:
                 pass  # a long step: the numbers of the last second are good enough
         undelivered = sum(live.undelivered for live in self.live.values())
         self.metrics.set("sloscope_engine_undelivered_tokens", undelivered)
+        self._count_journal()
         return await asyncio.get_running_loop().run_in_executor(None, self.metrics.render)
 
 

@@ -56,7 +56,6 @@ class Ledger:
         self._unit = unit or ServiceUnit()
         self._predicted_ns: dict[str, int] = {}  # first tokens that admission predicted, by request
         self._paused_ns: dict[str, int] = {}
-        self._journal_counted = (0, 0, 0)
         self._preempted: list[str] = []  # since the last step
         self._init_metrics()
 
@@ -277,14 +276,8 @@ class Ledger:
                 metrics.set("sloscope_engine_cost_error_ratio", error, (q,))
         if lengths_age_ns is not None:
             metrics.set("sloscope_engine_lengths_age_seconds", lengths_age_ns / 1e9)
-        self._count_journal()
 
-    def _count_journal(self) -> None:
-        """Both processes of the server write a journal of this observer, so each adds what it wrote since."""
-        if self._journal is None:
-            return
-        now = self._journal.written, self._journal.lost, self._journal.bytes
-        names = ("records_total", "dropped_total", "bytes_total")
-        for name, value, before in zip(names, now, self._journal_counted, strict=True):
-            self.metrics.inc(f"sloscope_journal_{name}", value - before, ("engine",))
-        self._journal_counted = now
+    def journal_counts(self) -> tuple[int, int, int]:
+        """Records written, records lost, bytes. The front end writes such a journal too, and adds them up."""
+        journal = self._journal
+        return (journal.written, journal.lost, journal.bytes) if journal is not None else (0, 0, 0)

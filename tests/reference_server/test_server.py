@@ -14,6 +14,7 @@ import pytest
 
 from sloscope import catalogue
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.journal import journal_files
 from tests.reference_server.serving import Conversation, Served, until
 
 
@@ -269,6 +270,20 @@ def test_every_engine_metric_is_there_from_the_start_and_no_receipt_name(served:
         suffix = "_count" if metric.kind == "histogram" else ""
         assert metric.optional or f"\n{metric.name}{suffix}" in text, metric.name
     assert "sloscope_client_" not in text and "sloscope_sidecar_" not in text
+
+
+def test_the_journal_metrics_count_what_both_processes_wrote(served: Served) -> None:
+    served.text()
+
+    def counted() -> bool:
+        metrics, files = served.metrics(), journal_files(served.events)
+        records, written = (
+            metrics[f'sloscope_journal_{name}_total{{observer="engine"}}'] for name in ("records", "bytes")
+        )
+        return records == len(served.journal()) and written == sum(path.stat().st_size for path in files)
+
+    until(counted)
+    assert 0 <= served.metrics()['sloscope_journal_lag_seconds{observer="engine"}'] < 10
 
 
 def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
