@@ -143,6 +143,8 @@ class FrontEnd:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._scrapes: list[asyncio.Event] = []
         self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
+        self._oldest_ns = 0  # when the oldest record came that is not written yet
+        self.metrics.init("sloscope_tenant_overflow_total", ("engine",))
         for outcome in records.OUTCOMES:
             self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
 
@@ -240,6 +242,9 @@ class FrontEnd:
 
     def submit(self, live: Live, **asked: Any) -> None:
         self.live[live.key] = live
+        # The engine folds tenants by the same rule.
+        if self.metrics.bounded("tenant", asked["tenant"]) != asked["tenant"]:
+            self.metrics.inc("sloscope_tenant_overflow_total", 1, ("engine",))
         self._send({"op": "new", "key": live.key, "streaming": live.streaming, **asked})
 
     def delivered(self, live: Live, tokens: int) -> None:
@@ -306,13 +311,19 @@ class FrontEnd:
             self.journal.write(record)
 
     def record(self, kind: str, **fields: Any) -> None:
-        if self.journal is not None:
-            self.journal.append(records.make(kind, **fields))
+        self._append(records.make(kind, **fields))
 
     def flush_emissions(self, live: Live) -> None:
         record = live.emissions.take(live.key)
-        if record is not None and self.journal is not None:
-            self.journal.append(record)
+        if record is not None:
+            self._append(record)
+
+    def _append(self, record: records.Record) -> None:
+        if self.journal is None:
+            return
+        if not self.journal.buffered:
+            self._oldest_ns = self.clock.monotonic_ns()
+        self.journal.append(record)
 
     async def tend_journal(self) -> None:
         """Nothing stays unwritten for more than about a second."""
@@ -357,6 +368,9 @@ class FrontEnd:
             written = {"records": self.journal.written, "dropped": self.journal.lost, "bytes": self.journal.bytes}
             for what, count in written.items():  # the engine process adds those of its own journal
                 self.metrics.set(f"sloscope_journal_{what}_total", count, ("engine",))
+            # The engine process writes at every boundary; what waits, waits here.
+            lag_ns = self.clock.monotonic_ns() - self._oldest_ns if self.journal.buffered else 0
+            self.metrics.set("sloscope_journal_lag_seconds", lag_ns / 1e9, ("engine",))
         return await asyncio.get_running_loop().run_in_executor(None, self.metrics.render)
 
 

@@ -279,6 +279,7 @@ def test_the_journal_counters_are_those_of_both_processes(served: Served) -> Non
     assert len({writer_of(path) for path in journal_files(served.events)}) == 2, "front end and engine write one each"
     until(lambda: served.metrics()[name] == len(served.journal()))
     assert served.metrics()['sloscope_journal_dropped_total{observer="engine"}'] == 0
+    assert 0 <= served.metrics()['sloscope_journal_lag_seconds{observer="engine"}'] < 10
 
 
 def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
