@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from reference_server.fairness import TenantOrder
 from reference_server.kv_blocks import BlockPool
 from reference_server.policies import Full
 from reference_server.request import ENDED, TRANSITIONS, Request, State
@@ -250,6 +251,10 @@ class World(Observer):
         assert self.simulation.steps <= work, "steps without progress"
         # Only a decode lacks room, at most once for each token: with every admission it gets room for one more.
         assert self.preempting_boundaries <= sum(request.max_tokens for request in requests)
+        if isinstance(self.order.inner, TenantOrder):
+            for tenant in TENANTS:
+                counter = self.order.inner.counter(tenant)
+                assert counter is None or counter == self.order.inner.level(tenant), "a prompt under way that has ended"
         whole = isinstance(self.scheduler.policies.reservation, Full)
         self.claim.ended(self.scheduler.limits, requests, pool.blocks * pool.block_tokens, whole)
 
@@ -298,7 +303,9 @@ class World(Observer):
         self.admit_decisions[decision.request.key] += decision.judgement.verdict == "admit"
 
     def planned(self, plan: StepPlan, now_ns: int) -> None:
-        self._check_state(now_ns)
+        self._check_requests()
+        if not plan.items:
+            self.scheduler.check_integrity()
         self._check_plan(plan, now_ns)
         self.preempting_boundaries += bool(plan.preempted)
         assert not (plan.preempted and self.started), "what was just taken back is given away at once"
@@ -313,7 +320,8 @@ class World(Observer):
             self.fresh[request.key] += fresh
 
     def stepped(self, plan: StepPlan, emitted: Sequence[Emitted], start_ns: int, end_ns: int) -> None:
-        self._check_state(end_ns)
+        self.scheduler.check_integrity()
+        self._check_requests()
         for request, _, _, _ in emitted:
             life = self.lives[request.key]
             if life.fate_number == len(request.output) - 1:
@@ -324,9 +332,8 @@ class World(Observer):
 
     # --- what must hold
 
-    def _check_state(self, now_ns: int) -> None:
+    def _check_requests(self) -> None:
         scheduler, pool = self.scheduler, self.pool
-        scheduler.check_integrity()
         assert pool.resident + pool.reserved + pool.free == pool.blocks
         assert min(pool.resident, pool.reserved, pool.free) >= 0
         assert len(self.order.waiting) <= self.history.max_waiting + len(scheduler.running()) + len(self.lives)

@@ -7,6 +7,7 @@ import pytest
 from tests.simulation.run import HISTORIES_EACH, check_histories
 
 
+@pytest.mark.timeout(300)  # ten seconds where nothing else runs
 @pytest.mark.parametrize("order", ["lanes of vtc", "lanes of drr"])
 def test_every_promise_is_kept_after_every_step(order: str, record_property: Callable[[str, object], None]) -> None:
     seen = check_histories(order, record_property)
