@@ -72,6 +72,8 @@ class DeadlineAdmission:
     Without a cost model yet nothing is predicted and nobody is refused.
     """
 
+    name = "deadline"
+
     def __init__(
         self,
         costs: OnlineFit,

@@ -145,7 +145,7 @@ class Ledger:
                 slack_ns=judgement.slack_ns,
                 feasible=judgement.feasible,
                 resource_safe=judgement.resource_safe,
-                policy=type(self._scheduler.policies.admission).__name__,
+                policy=self._scheduler.policies.admission.name,
             )
         return transitions
 

@@ -74,6 +74,7 @@ class QueueOrder(Protocol):
 class Admission(Protocol):
     """Whether a request may come in. Asked at arrival (state None), and at each boundary for the next in order."""
 
+    name: str  # as the command line says it
     late_refusals: bool  # a waiting request may still be refused, so its answer's headers wait until it runs
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement: ...
@@ -97,6 +98,7 @@ class PrefillBudget(Protocol):
 class AdmitAll:
     """Nobody is refused but for room that can never be had."""
 
+    name = "none"
     late_refusals = False
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement:

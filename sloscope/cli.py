@@ -23,7 +23,7 @@ class Command(NamedTuple):
 COMMANDS: dict[str, Command] = {
     "lab": Command("queries.lab:app", "The eight requests of the lab, judged: start here."),
     "contract": Command("queries.contract_cli:app", "Check, print as a design sheet, or write an SLO contract."),
-    "model": Command("reference_server.model_cli:app", "Models of the reference server, and what their steps cost.", "server"),
+    "model": Command("reference_server.model_cli:app", "Models for the reference server, their step times.", "server"),
     "serve": Command("reference_server.cli:app", "Run the instrumented reference server.", "server"),
     "sidecar": Command("exporter.cli:app", "Run the sidecar: forward, stamp, record, expose."),
     "replay": Command("sloscope.client.replay_cli:app", "Replay a trace open loop, with receipts."),

@@ -353,6 +353,7 @@ def test_a_reused_prefix_is_recorded_and_not_charged(tmp_path: Path) -> None:
 class Fickle:
     """Lets everybody wait, and refuses who has waited for two judgements."""
 
+    name = "fickle"
     late_refusals = True
 
     def __init__(self) -> None:
@@ -377,7 +378,7 @@ def test_where_admission_may_refuse_late_nobody_is_told_that_he_is_accepted(tmp_
     decisions = bench.records("decision")
     assert [(d["verdict"], d["reason"]) for d in decisions] == [("queue", "not_yet"), ("refuse", "deadline")]
     assert decisions[0]["feasible"] and not decisions[0]["resource_safe"] and decisions[0]["slack_ns"] == 4
-    assert {d["policy"] for d in decisions} == {"Fickle"} and decisions[0]["request_id"] == key
+    assert {d["policy"] for d in decisions} == {"fickle"} and decisions[0]["request_id"] == key
     bench.close()
 
 
