@@ -134,7 +134,7 @@ class Intake:
         return text
 
     async def _encode(self, completion: CompletionRequest) -> list[int]:
-        tokenizer = self._front.tokenizer
+        front, tokenizer = self._front, self._front.tokenizer
         if isinstance(completion.prompt, list):
             vocabulary = len(tokenizer.spec.tokens)
             if not all(0 <= token_id < vocabulary for token_id in completion.prompt):
@@ -146,6 +146,11 @@ class Intake:
             text = completion.prompt or tokenizer.render_chat(completion.messages or [])
         except ModelFileError as error:
             raise ApiError(400, str(error), param="messages") from None
+        most = front.max_context * tokenizer.longest_token
+        if len(text) > most:  # said without encoding, which would take as long as the prompt is
+            raise ApiError(
+                400, f"prompt: {len(text)} characters, which are more than {front.max_context} tokens; accepted: at most that", param="prompt", code="context_length_exceeded",
+            )  # fmt: skip
         if len(text) < LONG_PROMPT_CHARS:
             ids = tokenizer.encode(text)
         else:

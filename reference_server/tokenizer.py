@@ -87,6 +87,7 @@ class Tokenizer:
             [AddedToken(spec.tokens[i], special=True, normalized=False) for i in sorted(spec.control_ids)]
         )
         self._bytes = [b"" if i in spec.control_ids else _token_bytes(token) for i, token in enumerate(spec.tokens)]
+        self.longest_token = max(len(token) for token in spec.tokens)  # characters, of which text has no more per token
         self._template = _compile(spec.chat_template)
 
     def encode(self, text: str) -> list[int]:

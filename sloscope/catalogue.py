@@ -117,7 +117,7 @@ _ENGINE = [
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),
     _engine("kv_blocks_cached", "gauge", "KV blocks that nobody holds, promised or not, with a prefix to reuse."),
     _engine("kv_blocks_paused", "gauge", "The part of the resident KV blocks that paused requests hold."),
-    _engine("undelivered_tokens", "gauge", "Tokens computed and not yet written to a socket."),
+    _engine("undelivered_tokens", "gauge", "Tokens computed and not yet taken by the socket of their reader."),
     _engine("preemptions_total", "counter", "Sequences whose KV was taken back before they ended."),
     _engine("pauses_total", "counter", "Times that flow control took a request out of the batch.", ("reason",)),
     _engine("pause_seconds", "histogram", "How long a pause lasted, by how it ended: resumed, slow_reader, or otherwise.", ("end",), WORK_EDGES),

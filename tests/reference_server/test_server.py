@@ -287,6 +287,13 @@ def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
     assert response.status_code == 413 and "accepted: at most" in response.json()["error"]["message"]
 
 
+def test_a_prompt_that_must_be_too_long_is_refused_without_being_encoded(served: Served) -> None:
+    # No token of the built-in vocabulary has as many as 16 characters, and 8192 tokens fit.
+    response = served.text(prompt="ha " * (16 * 8192 // 3))
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert "more than 8192 tokens" in response.json()["error"]["message"]
+
+
 def test_unknown_paths_answer_in_the_form_of_the_api(served: Served) -> None:
     response = httpx.get(f"{served.url}/v1/nothing")
     assert response.status_code == 404 and "/v1/nothing" in response.json()["error"]["message"]
