@@ -149,7 +149,9 @@ class Intake:
         most = front.max_context * tokenizer.longest_token
         if len(text) > most:  # said without encoding, which would take as long as the prompt is
             raise ApiError(
-                400, f"prompt: {len(text)} characters, which are more than {front.max_context} tokens; accepted: at most that", param="prompt", code="context_length_exceeded",
+                400,
+                f"prompt: {len(text)} characters, which are more than {front.max_context} tokens; accepted: at most that",
+                param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         if len(text) < LONG_PROMPT_CHARS:
             ids = tokenizer.encode(text)
