@@ -98,7 +98,7 @@ def cost_model(path: Path | None, model: str, threads: int) -> CostModel:
         return CostModel.from_json(path.read_text(encoding="utf-8"))
     message(f"measuring the steps of {model} (--cost-model FILE takes a recorded fit instead)")
     engine = RealEngine(model, 32_768, threads)
-    record_mixed_steps(engine, slots=16, requests=60, longest_prompt=1200)
+    record_mixed_steps(engine, slots=16, requests=24, longest_prompt=1200)
     fitted, error = fit_held_out(engine.samples)
     message(describe_fit(fitted, error))
     return fitted

@@ -150,7 +150,7 @@ class Intake:
         if len(text) > most:  # said without encoding, which would take as long as the prompt is
             raise ApiError(
                 400,
-                f"prompt: {len(text)} characters, which are more than {front.max_context} tokens; accepted: at most that",
+                f"prompt: {len(text)} characters, more than {front.max_context} tokens; accepted: at most that",
                 param="prompt", code="context_length_exceeded",
             )  # fmt: skip
         if len(text) < LONG_PROMPT_CHARS:
