@@ -29,6 +29,7 @@ from benchmarks.load import (
 from reference_server.cost_model import CostModel
 from reference_server.policies import Admission
 from reference_server.simulation import Result
+from sloscope.contract import from_shorthand
 from sloscope.definitions import nearest_rank
 from sloscope.demo.processes import Stage, ask
 from sloscope.output import FORMATS, message, print_rows
@@ -106,7 +107,7 @@ def _with_ratio(rows: list[dict]) -> list[dict]:
 
 
 def errors(results: Sequence[Result]) -> dict[str, object]:
-    """First token realised - predicted, of those that got one: quantiles by nearest rank."""
+    """First token realised - predicted at arrival, of those that got one: quantiles by nearest rank."""
     found = sorted(
         (result.first_token_ns - result.predicted_first_token_ns) / NS_PER_S
         for result in results
@@ -173,8 +174,8 @@ def _query(name: str, events: Path, goodput: str) -> list[dict]:
 
 
 def _calibration(events: Path, goodput: str) -> dict[str, object]:
-    """Of who was admitted: the median over the deciles of each quantile of realised - predicted."""
-    rows = [row for row in _query("admission_calibration", events, goodput) if row["verdict"] == "admit"]
+    """Of what was said at arrival: the median over the deciles of each quantile of realised - predicted."""
+    rows = [row for row in _query("admission_calibration", events, goodput) if row["verdict"] == "queue"]
     found: dict[str, object] = {}
     for name in ("error_p10_s", "error_p50_s", "error_p90_s"):
         values = [row[name] for row in rows if row[name] is not None]
@@ -200,7 +201,9 @@ def main() -> None:
         "--noise", type=float, default=0.1, help="of step times, standard deviation of the logarithm (default: 0.1)"
     )
     parser.add_argument("--real", action="store_true", help="also through `sloscope serve` and `sloscope replay`")
-    parser.add_argument("--real-seconds", type=float, default=45, help="of the real trace (default: 45)")
+    parser.add_argument(
+        "--real-seconds", type=float, help="of the real trace; default: 20 times the TTFT limit, 45 to 150"
+    )
     parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
@@ -215,6 +218,8 @@ def main() -> None:
         rows["simulated"], asked.format, title=f"simulated, {asked.seconds:g} s at {rate:.3g} requests/s, {goodput}"
     )
     if asked.real:
+        ttft_ns = next(iter(from_shorthand(goodput).classes.values())).limits.ttft_ns or 0
+        asked.real_seconds = asked.real_seconds or min(150, max(45, round(20 * ttft_ns / NS_PER_S)))
         rows["real"] = real_rows(asked, server, cost, rate, goodput)
         print_rows(
             rows["real"], asked.format, title=f"real, {asked.real_seconds:g} s at {rate:.3g} requests/s, {goodput}"
