@@ -257,10 +257,13 @@ class Ledger:
         metrics.observe_many("sloscope_engine_token_interval_seconds", intervals)
 
     def _charge(self, plan: StepPlan) -> None:
+        units: dict[str, float] = {}
         for request, item, fresh in zip(plan.requests, plan.items, plan.fresh, strict=True):
-            units = self._unit.prompt * fresh + self._unit.output * item.sample
-            label = (self.metrics.bounded("tenant", request.tenant),)
-            self.metrics.inc("sloscope_engine_service_units_total", units, label)
+            served = self._unit.prompt * fresh + self._unit.output * item.sample
+            units[request.tenant] = units.get(request.tenant, 0) + served
+        for tenant, served in units.items():
+            label = (self.metrics.bounded("tenant", tenant),)
+            self.metrics.inc("sloscope_engine_service_units_total", served, label)
 
     # --- as of now
 

@@ -106,7 +106,14 @@ class StepPlan:
     def prefill_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items[self.decodes :])
 
-    def add(self, request: Request, token_ids: Sequence[int], sample: bool, fresh: int = 0) -> None:
+    def begin(self, decodes: list[Request]) -> None:
+        """One token each."""
+        self.requests = decodes
+        self.items = [StepItem(r.blocks, r.output[-1:], r.computed, True, r.sampling) for r in decodes]
+        self.fresh = [0] * len(decodes)
+        self.decodes = len(decodes)
+
+    def add(self, request: Request, token_ids: Sequence[int], sample: bool, fresh: int) -> None:
         self.requests.append(request)
         self.items.append(StepItem(request.blocks, token_ids, request.computed, sample, request.sampling))
         self.fresh.append(fresh)
@@ -219,10 +226,7 @@ class Scheduler:
         if not plan.preempted:  # what was just taken back is not given away at once
             self._admit(plan, now_ns)
             self._newcomers.clear()
-        for request in self._running:
-            if request.state is State.DECODE:
-                plan.add(request, request.output[-1:], sample=True)
-        plan.decodes = len(plan.items)
+        plan.begin([request for request in self._running if request.state is State.DECODE])
         self._fill_prefills(plan, now_ns)
         return plan
 
@@ -231,16 +235,15 @@ class Scheduler:
         window, patience_ns = self.limits.max_undelivered, self.limits.slow_reader_ns
         if window is None:
             return
-        readers = [request for request in [*self._running, *self._parked.values()] if request.streaming]
         # Slots that become free by pauses go to those who have caught up before they go to newcomers.
-        for request in readers:
-            if request.state is State.DECODE and request.undelivered >= window:
+        for request in self._running:
+            if request.state is State.DECODE and request.undelivered >= window and request.streaming:
                 request.paused_ns = now_ns
                 self._move(request, State.PAUSED, "flow_control")
-        active = self._active()
-        for request in readers:
-            if request.paused_ns is None:
-                continue
+        held = [request for request in self._running if request.paused_ns is not None]
+        active = self._active() if held else 0
+        for request in [*held, *self._parked.values()]:
+            assert request.paused_ns is not None
             if request.undelivered <= window // 2:
                 if request.state is State.PREEMPTED:
                     request.paused_ns = None
@@ -254,7 +257,8 @@ class Scheduler:
                 self._end(request.key, State.CANCELLED, "slow_reader")
 
     def _find_room_for_decodes(self, plan: StepPlan, now_ns: int) -> None:
-        for request in list(self._running):
+        size = self.pool.block_tokens
+        for request in [r for r in self._running if r.computed >= len(r.blocks) * size]:
             while request.state is State.DECODE and not self.pool.extend(request.key, request.computed + 1):
                 # Who pauses uses its KV least; then who came last.
                 victim = max(self._running, key=lambda r: (r.state is State.PAUSED, r.rank))
@@ -353,10 +357,11 @@ class Scheduler:
     def apply(self, plan: StepPlan, token_ids: Sequence[int | None], now_ns: int) -> list[Emitted]:
         """What the iteration made, in the order of the batch. Requests that ended have given back their KV."""
         emitted = []
+        reuse = self.pool.prefix_reuse
         for request, item, fresh, token_id in zip(plan.requests, plan.items, plan.fresh, token_ids, strict=True):
             request.computed += len(item.token_ids)
             assert (token_id is not None) == item.sample, f"request {request.key}: a token that was not asked for"
-            if self.pool.has_new_full_block(request.key, request.computed):
+            if reuse and self.pool.has_new_full_block(request.key, request.computed):
                 self.pool.register(request.key, request.sequence(), request.computed)
             if fresh or token_id is not None:
                 self._order.served(request, fresh, int(token_id is not None))

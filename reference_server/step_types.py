@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,7 @@ class SamplingParams:
 GREEDY = SamplingParams()
 
 
-@dataclass(frozen=True, slots=True)
-class StepItem:
+class StepItem(NamedTuple):
     """New tokens of one sequence: a prompt, a prefill chunk, or the one token of a decode step.
 
     A sequence is its block table: `blocks[i]` holds the KV of the positions i * block_tokens and on, and those before

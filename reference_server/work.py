@@ -65,7 +65,8 @@ def step_work(config: ModelConfig, items: Sequence[StepItem], dtype_bytes: int, 
     back to the host an id for each sampled one. Block tables and sampling parameters depend on the layout and are left
     out, and so is moving activations.
     """
-    decode, prefill = _count(items[:decodes]), _count(items[decodes:])
+    read = sum(item.position0 for item in items[:decodes]) + decodes
+    decode, prefill = _Counts(decodes, decodes, read, read), _count(items[decodes:])
     head_weights = config.vocab * config.hidden
     layer_weights = config.matmul_weights - head_weights
     pair_flops = 4 * config.layers * config.heads * config.head_dim

@@ -304,6 +304,7 @@ class World(Observer):
 
     def planned(self, plan: StepPlan, now_ns: int) -> None:
         self._check_requests()
+        self._check_content()
         if not plan.items:
             self.scheduler.check_integrity()
         self._check_plan(plan, now_ns)
@@ -342,7 +343,9 @@ class World(Observer):
             window = self.history.window
             assert window is None or not request.streaming or request.undelivered <= window
             assert self.history.prefix_reuse or not request.reused
-        for request in scheduler.running():
+
+    def _check_content(self) -> None:
+        for request in self.scheduler.running():
             own = request.sequence()[: request.computed]
             assert self.runner.holds(request.blocks, own), f"{request.key} reads what is not its own"
 
