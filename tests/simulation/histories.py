@@ -337,7 +337,7 @@ class World(Observer):
         scheduler, pool = self.scheduler, self.pool
         assert pool.resident + pool.reserved + pool.free == pool.blocks
         assert min(pool.resident, pool.reserved, pool.free) >= 0
-        assert len(self.order.waiting) <= self.history.max_waiting + len(scheduler.running()) + len(self.lives)
+        assert scheduler.count_by_state()[State.WAITING] <= self.history.max_waiting, "the queue is longer than allowed"
         for request in scheduler.alive():
             assert request.state is self.paths[request.key][-1] and request.state not in ENDED
             window = self.history.window
