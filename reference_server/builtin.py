@@ -85,7 +85,7 @@ def make_builtin(dtype: torch.dtype = torch.float32, seed: int = SEED, name: str
     size = SIZES[name]
     tokens, merges, may_choose = _vocabulary()
     control_ids = frozenset(range(len(CONTROL_TOKENS)))
-    eos_ids = find_end_tokens(tokens, control_ids, None)
+    eos_ids = find_end_tokens(tokens, control_ids, ())
     config = ModelConfig(
         layers=size.layers,
         hidden=size.hidden,

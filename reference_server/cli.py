@@ -37,7 +37,9 @@ LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 
 @app.command()
 def serve(
-    model: str = typer.Option("builtin", help="builtin, builtin-14m, smollm2 or the path of a GGUF file."),
+    model: str = typer.Option(
+        "builtin", help="builtin, builtin-14m, smollm2, a GGUF file or a directory in Hugging Face's layout."
+    ),
     listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; port 0 takes a free one."),
     events: Path | None = typer.Option(None, help="Events directory for the journal; without it nothing is recorded."),
     contract: Path | None = typer.Option(None, help="SLO contract (TOML); unknown classes are then refused."),

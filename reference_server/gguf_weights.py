@@ -129,7 +129,7 @@ def read_tokenizer_spec(metadata: Fields) -> TokenizerSpec:
         control_ids=control_ids,
         pre=metadata.get("tokenizer.ggml.pre", "gpt-2"),
         bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        eos_ids=find_end_tokens(tokens, control_ids, eos_id),
+        eos_ids=find_end_tokens(tokens, control_ids, () if eos_id is None else (eos_id,)),
         add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
         chat_template=metadata.get("tokenizer.chat_template"),
     )

@@ -170,7 +170,7 @@ def _eos_ids(directory: Path, config: Fields, tokens: tuple[str, ...], control_i
     named = named if isinstance(named, list) else [named]
     if not all(isinstance(i, int) and 0 <= i < len(tokens) for i in named):
         raise source.error("eos_token_id", f"0 to {len(tokens) - 1}, one or a list")
-    return tuple(sorted({*find_end_tokens(tokens, control_ids, None), *named}))
+    return find_end_tokens(tokens, control_ids, named)
 
 
 def _adds_bos(fields: Fields, settings: Fields, ids: Mapping[str, int], bos_id: int | None) -> bool:

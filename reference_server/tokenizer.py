@@ -31,9 +31,10 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {"gpt-2":
 _END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "</s>"})
 
 
-def find_end_tokens(tokens: Sequence[str], control_ids: Iterable[int], eos_id: int | None) -> tuple[int, ...]:
-    named = {i for i in control_ids if tokens[i] in _END_TOKENS}
-    return tuple(sorted(named if eos_id is None else named | {eos_id}))
+def find_end_tokens(tokens: Sequence[str], control_ids: Iterable[int], declared: Iterable[int]) -> tuple[int, ...]:
+    """The declared ones, in their order, since a chat template means the first; then those that are known by name."""
+    named = sorted(i for i in control_ids if tokens[i] in _END_TOKENS)
+    return tuple(dict.fromkeys([*declared, *named]))
 
 
 def byte_alphabet() -> dict[str, int]:

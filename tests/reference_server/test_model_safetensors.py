@@ -151,19 +151,20 @@ def test_tokens_text_and_chat_prompts_are_those_of_transformers(tmp_path: Path, 
 
 
 def test_ends_and_templates_are_found_where_checkpoints_keep_them(directory: Path) -> None:
-    # Beside the named ones "<|end|>", id 1, ends an answer by its name.
+    # Beside the named ones "<|end|>", id 1, ends an answer by its name; a template's
+    # eos_token is the first that was declared.
     edit(directory / "generation_config.json", {"eos_token_id": [5, 9]})
     (directory / "chat_template.jinja").unlink()
     templates = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     edit(directory / "tokenizer_config.json", {"chat_template": templates, "bos_token": {"content": "<|end|>"}})
     spec = read_safetensors(directory).tokenizer
-    assert (spec.eos_ids, spec.chat_template, spec.bos_id) == ((1, 5, 9), "yes", 1)
+    assert (spec.eos_ids, spec.chat_template, spec.bos_id) == ((5, 9, 1), "yes", 1)
     # Without those files config.json speaks.
     (directory / "generation_config.json").unlink()
     (directory / "tokenizer_config.json").unlink()
     edit(directory / "config.json", {"eos_token_id": 7})
     spec = read_safetensors(directory).tokenizer
-    assert (spec.eos_ids, spec.chat_template, spec.bos_id) == ((1, 7), None, 0)
+    assert (spec.eos_ids, spec.chat_template, spec.bos_id) == ((7, 1), None, 0)
 
 
 def test_rows_beyond_the_vocabulary_get_tokens_that_no_text_leads_to(tmp_path: Path) -> None:

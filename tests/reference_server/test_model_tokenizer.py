@@ -166,5 +166,5 @@ def test_a_broken_template_and_a_missing_one_are_named() -> None:
 
 def test_end_tokens_are_the_named_one_and_known_control_tokens() -> None:
     tokens = ["<|endoftext|>", "<|im_end|>", "x", "</s>"]
-    assert find_end_tokens(tokens, {0, 1}, 2) == (0, 1, 2)
-    assert find_end_tokens(tokens, {0, 1}, None) == (0, 1)  # "</s>" is plain text here, not a control token
+    assert find_end_tokens(tokens, {0, 1}, [2, 1]) == (2, 1, 0)
+    assert find_end_tokens(tokens, {0, 1}, ()) == (0, 1)  # "</s>" is plain text here, not a control token
