@@ -135,7 +135,7 @@ def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: 
             events.mkdir()
             with Stage(events) as stage:
                 url = _serve(stage, asked, server, events, goodput, "--cost-model", str(model), *policy)
-                options = ("--goodput", goodput, "--seed", str(asked.seed), "--drain", "5s", "--format", "json")
+                options = ("--goodput", goodput, "--seed", str(asked.seed), "--drain", "30s", "--format", "json")
                 ask(
                     "replay",
                     trace,
