@@ -3,7 +3,7 @@
 A store holds the catalogue rows of one exposition. Where the observing process is not the one that is scraped,
 `drain` hands
 over what changed and `absorb` takes it: cumulative values, so that a payload that got lost is mended by the next
-full one. A counter that both sides have is exposed as their sum, any other value is the other side's.
+full one. A counter that both sides have is exposed as their sum; a gauge is the other side's, unless it was set here.
 Not safe for writers in several threads; readers may be elsewhere.
 """
 
@@ -66,6 +66,7 @@ class MetricStore:
         self._histograms: dict[Key, _Histogram] = {}
         self._values: dict[Key, float] = {}  # counters and gauges
         self._absorbed: dict[Key, float] = {}  # the other side's
+        self._set: set[Key] = set()  # of the values, those that `set` gave; the others may be a mere 0 from the start
         self._dirty: set[Key] = set()
         self._remote: set[Key] = set()
         self._seen: dict[str, set[str]] = {}
@@ -114,15 +115,16 @@ class MetricStore:
         if key not in self._values:
             self.init(name, labels)
         self._values[key] = value
+        self._set.add(key)
         self._dirty.add(key)
 
     def get(self, name: str, labels: Labels = ()) -> float:
         """As exposed."""
         key = (name, labels)
-        if key not in self._absorbed:
-            return self._values.get(key, 0)
-        own = self._values.get(key, 0) if self._metrics[name].kind == "counter" else 0
-        return own + self._absorbed[key]
+        own, theirs = self._values.get(key, 0), self._absorbed.get(key, 0)
+        if self._metrics[name].kind == "counter":
+            return own + theirs
+        return own if key in self._set or key not in self._absorbed else theirs
 
     def bounded(self, label: str, value: str) -> str:
         """`value`, or `other` once this label has taken its K values: a caller must not be able to make series

@@ -76,10 +76,10 @@ def test_a_full_payload_forgets_the_series_of_a_process_that_died() -> None:
     assert samples(scraped) == samples(new)
 
 
-def test_a_counter_of_both_sides_is_their_sum_and_a_gauge_is_the_other_sides() -> None:
+def test_a_counter_of_both_sides_is_their_sum_and_a_gauge_is_of_the_side_that_set_it() -> None:
     here, there = MetricStore("server"), MetricStore("server")
     here.inc("sloscope_journal_records_total", 5, ("engine",))
-    here.set("sloscope_engine_kv_blocks_cached", 9)
+    here.set("sloscope_engine_undelivered_tokens", 9)  # at the other side it is 0 from the start, and was never set
     for written in (7, 8):
         there.inc("sloscope_journal_records_total", written, ("engine",))
         there.set("sloscope_engine_kv_blocks_cached", 3)
@@ -89,6 +89,7 @@ def test_a_counter_of_both_sides_is_their_sum_and_a_gauge_is_the_other_sides() -
     # 5 + 1 of its own, 7 + 8 of the other side
     assert '\nsloscope_journal_records_total{observer="engine"} 21.0\n' in text
     assert "\nsloscope_engine_kv_blocks_cached 3.0\n" in text
+    assert "\nsloscope_engine_undelivered_tokens 9.0\n" in text
 
 
 def test_a_flood_of_tenants_ends_in_other() -> None:
