@@ -57,7 +57,7 @@ def measure(
     return Ceilings(flops_per_s, weight_bytes_per_s, kv_bytes_per_s, transfer_bytes_per_s)
 
 
-def rate(run: Run, amount: float, seconds: float, wait: Run, now: Callable[[], float] = time.perf_counter) -> float:
+def rate(run: Run, amount: float, seconds: float, wait: Run, now: Callable[[], float] = time.monotonic) -> float:
     """`amount` over the median duration of `run`, a first one for warming up left out."""
     run()
     wait()

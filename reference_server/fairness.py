@@ -10,6 +10,7 @@ overdrawn, because the length of an answer is not known when it is admitted.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -86,7 +87,7 @@ class _Tenant:
     pending_tokens: int = 0  # their sum
 
 
-class TenantOrder:
+class TenantOrder(ABC):
     """The tenant of the least rank is next, with its own requests in order of arrival.
 
     A tenant's level is its counter and the prompts that it has under way: admission counts a prompt at once, service
@@ -110,8 +111,9 @@ class TenantOrder:
         self._waiting = 0
         self._events = 0  # orders turns
 
+    @abstractmethod
     def _rank(self, level: float, turn: int) -> Rank:
-        raise NotImplementedError
+        """The tenant of the lowest rank is next."""
 
     # --- who waits
 

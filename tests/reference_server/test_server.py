@@ -364,7 +364,7 @@ def test_whatever_clients_do_every_request_ends_once_and_the_books_balance(tmp_p
 
 
 def test_an_answer_length_that_was_not_asked_for_is_never_the_reason_of_a_refusal(tmp_path: Path) -> None:
-    served = Served(tmp_path, "--kv-blocks", "4")  # 64 tokens, where the default would be 256
+    served = Served(tmp_path, "--kv-blocks", "2")  # 64 tokens, where the default would be 256
     answer = served.post(prompt=list(range(100, 110))).json()
     assert answer["usage"]["completion_tokens"] == 64 - 10
     refused = served.post(prompt=list(range(100, 110)), max_tokens=55)
