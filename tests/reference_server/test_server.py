@@ -370,7 +370,7 @@ def test_an_answer_length_that_was_not_asked_for_is_never_the_reason_of_a_refusa
     refused = served.post(prompt=list(range(100, 110)), max_tokens=55)
     assert refused.status_code == 400
     # 10 + 55 = 65 tokens: 5 blocks of 16
-    assert "65 tokens need 5 KV blocks; accepted: at most 4" in refused.json()["error"]["message"]
+    assert "65 tokens need 3 KV blocks; accepted: at most 2" in refused.json()["error"]["message"]
     states = until(lambda: [r for r in served.journal() if r["kind"] == "state" and r["to_state"] == "REJECTED"])
     assert [state["reason"] for state in states] == ["kv_never_fits"]
     assert served.stop() == 0
