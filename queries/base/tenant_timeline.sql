@@ -2,8 +2,9 @@
 -- grain: one row per engine process, tenant and stamp at which one of the two changed
 -- inputs: requests, steps, step_requests, states, engines, run_window
 -- rules: Prompt tokens count at the end of the step that ran them, in sum at most the request's prompt: what is run again
---   after a preemption is no service. Where a step did not record how many, the whole prompt counts at the first step
---   that ran some of it. An output token counts at the end of the step of its decode; the token that a prompt's last
+--   after a preemption is no service. Which tokens a prompt took over from the prefix cache is not recorded for each
+--   request, so one that did and was preempted later may count as many too many. Where a step did not record how many,
+--   the whole prompt counts at the first step that ran some of it. An output token counts at the end of the step of its decode; the token that a prompt's last
 --   part brings counts when the request leaves PREFILL for DECODE or FINISHED. `waiting` counts requests in WAITING or
 --   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count. All
 --   on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The units
