@@ -200,15 +200,16 @@ def _names(text: str, field: str) -> tuple[str, ...]:
 
 
 def _weights(text: str) -> dict[str, float]:
-    weights = {}
+    weights: dict[str, float] = {}
     for item in text.split(",") if text else ():
         name, _, number = item.strip().partition("=")
         try:
             weight = float(number)
         except ValueError:
             weight = 0.0
-        if not name or not 0 < weight < float("inf"):
-            raise ConfigError(f"--tenant-weights: {item.strip()!r}; accepted: TENANT=NUMBER above 0, joined by commas")
+        if not name or name in weights or not 0 < weight < float("inf"):
+            accepted = "each tenant once as TENANT=NUMBER above 0, joined by commas"
+            raise ConfigError(f"--tenant-weights: {item.strip()!r}; accepted: {accepted}")
         weights[name] = weight
     return weights
 

@@ -76,7 +76,11 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
         (["--lengths", "nowhere.json"], "error: nowhere.json: cannot be read"),
         (["--lanes", "a,,b"], "error: --lanes: 'a,,b'; accepted: different names, joined by commas"),
         (["--lanes", "a", "--goodput", "ttft:3"], "error: --lanes: class 'a' is not in the contract; accepted: "),
-        (["--tenant-weights", "a=0"], "error: --tenant-weights: 'a=0'; accepted: TENANT=NUMBER above 0"),
+        (["--tenant-weights", "a=0"], "error: --tenant-weights: 'a=0'; accepted: each tenant once as TENANT=NUMBER"),
+        (
+            ["--tenant-weights", "a=2,a=3"],
+            "error: --tenant-weights: 'a=3'; accepted: each tenant once as TENANT=NUMBER",
+        ),
         (["--slow-reader-after", "soon"], "error: --slow-reader-after: 'soon' is not a duration"),
         (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
     ],
