@@ -4,6 +4,7 @@ import json
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ class Served:
         self.events = directory / "events"
         command = [*SLOSCOPE, "serve", "--listen", "127.0.0.1:0", "--events", str(self.events), "--threads", "1"]
         self.child = Child("serve", [*command, *arguments], directory)
+        weakref.finalize(self, self.child.stop)  # a test that fails leaves no server behind
         self.url = self.child.wait_for(r"^serving \S+ on (http://127\.0\.0\.1:\d+)", 30)[1]
         self.port = int(self.url.rpartition(":")[2])
 
