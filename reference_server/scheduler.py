@@ -412,8 +412,8 @@ class Scheduler:
         return min(new, key=lambda request: request.queued_ns, default=None)
 
     def paused_blocks(self) -> int:
-        """KV blocks that wait for readers."""
-        return sum(len(request.blocks) for request in self._running if request.state is State.PAUSED)
+        """KV blocks that wait for readers; shared ones are counted once."""
+        return len({block for r in self._running if r.state is State.PAUSED for block in r.blocks})
 
     # --- inside
 

@@ -451,6 +451,17 @@ def test_a_paused_sequence_leaves_its_slot_to_others() -> None:
     assert other.state is State.FINISHED
 
 
+def test_blocks_that_paused_sequences_share_are_counted_once() -> None:
+    world = World(prefix_reuse=True, max_undelivered=1)
+    # 17 tokens are 5 blocks of 4. The second takes 4 full ones over from the first, and has one of its own.
+    for key in "ab":
+        world.submit(key, prompt=17, max_tokens=4, streaming=True)
+        world.step()
+    world.step()
+    assert world.scheduler.count_by_state() == {State.PAUSED: 2}
+    assert world.scheduler.paused_blocks() == world.scheduler.pool.resident == 6
+
+
 def test_who_caught_up_goes_on_before_newcomers_are_admitted_but_never_beyond_the_slots() -> None:
     world = flowing(window=1, slots=1)
     slow = world.submit("slow", max_tokens=3, streaming=True)
