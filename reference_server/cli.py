@@ -17,6 +17,7 @@ from reference_server.app import make_app, make_server
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine_process import EngineConfig
 from reference_server.front_end import FrontEnd
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.model_store import resolve_model
 from reference_server.orders import ORDERS
 from sloscope import contract as contracts
@@ -48,7 +49,7 @@ def serve(
     max_waiting: int = typer.Option(1024, min=0, help="Requests that may wait; one more is refused with 429."),
     max_context: int = typer.Option(0, min=0, help="Tokens of prompt and answer together; 0: what the model knows."),
     kv_blocks: int = typer.Option(0, min=0, help="KV blocks of the pool; 0: full context for the whole batch."),
-    block_tokens: int = typer.Option(32, min=1, help="Tokens in a KV block."),
+    block_tokens: int = typer.Option(BLOCK_TOKENS, min=1, help="Tokens in a KV block."),
     prefix_reuse: bool = typer.Option(False, "--prefix-reuse", help="Use the KV of an equal beginning again."),
     prefill_tokens: int = typer.Option(0, min=0, help="Prompt tokens run in one iteration; 0: whole prompts."),
     prefill_slack: bool = typer.Option(

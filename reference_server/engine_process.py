@@ -15,7 +15,7 @@ import orjson
 
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine, StepRunner
-from reference_server.kv_blocks import BlockPool
+from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, LinkClosedError
 from reference_server.model_store import resolve_model
@@ -37,7 +37,7 @@ class EngineConfig:
     slots: int = 16
     max_context: int = 0
     kv_blocks: int = 0  # 0: room for every slot at full context
-    block_tokens: int = 32
+    block_tokens: int = BLOCK_TOKENS
     max_waiting: int = 1024
     max_undelivered: int = 256
     slow_reader_ns: int = 30 * NS_PER_S

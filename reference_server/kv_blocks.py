@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+BLOCK_TOKENS = 32  # positions of a block; docs/decisions/011 says why
 _DIGEST_BYTES = 16
 
 
@@ -29,7 +30,7 @@ class _Holding:
 class BlockPool:
     """A promise is made whole or not at all, and admitted work never lacks what it was promised."""
 
-    def __init__(self, blocks: int, block_tokens: int = 16, prefix_reuse: bool = False) -> None:
+    def __init__(self, blocks: int, block_tokens: int = BLOCK_TOKENS, prefix_reuse: bool = False) -> None:
         assert blocks >= 1 and block_tokens >= 1
         self.blocks = blocks
         self.block_tokens = block_tokens
