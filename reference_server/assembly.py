@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.fairness import ServiceUnit
-from reference_server.orders import OrderOptions, make_order
+from reference_server.orders import LONGEST_WAIT_NS, OrderOptions, make_order
 from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import GROUPINGS, EstimatedReservation, Lengths
@@ -29,6 +29,8 @@ class PolicyChoice:
     lane_wait_ns: int = 10 * NS_PER_S
     unit_prompt: float = 1.0
     unit_output: float = 2.0
+    quantum: float = 1024.0  # service units
+    longest_wait_ns: int = LONGEST_WAIT_NS
     tenant_weights: dict[str, float] = field(default_factory=dict)
     admission: str = "none"
     admission_doubt: float = 0.25
@@ -63,7 +65,8 @@ class Parts(NamedTuple):
 def assemble(choice: PolicyChoice) -> Parts:
     """ConfigError for what cannot be."""
     unit = ServiceUnit(choice.unit_prompt, choice.unit_output)
-    options = OrderOptions(unit, choice.tenant_weights, starvation_ns=choice.lane_wait_ns if choice.lanes else None)
+    starvation_ns = choice.lane_wait_ns if choice.lanes else None
+    options = OrderOptions(unit, choice.tenant_weights, choice.quantum, choice.longest_wait_ns, starvation_ns)
     cost = OnlineFit(_cost_model(choice.cost_model))
     if choice.lengths_by not in GROUPINGS:
         raise ConfigError(f"--lengths-by: {choice.lengths_by!r}; accepted: {', '.join(GROUPINGS)}")

@@ -69,6 +69,12 @@ def serve(
     ),
     unit_prompt: float = typer.Option(1.0, min=0, help="Service units of a prompt token.", rich_help_panel=POLICIES),
     unit_output: float = typer.Option(2.0, min=0, help="Service units of an output token.", rich_help_panel=POLICIES),
+    quantum: float = typer.Option(
+        1024.0, min=1, help="Service units that drr gives a tenant in a round.", rich_help_panel=POLICIES
+    ),
+    longest_wait: str = typer.Option(
+        "60s", help="With edf: when a request without a deadline is due.", rich_help_panel=POLICIES
+    ),
     tenant_weights: str = typer.Option(
         "", help="Shares of tenants for vtc and drr: 'gold=4,free=1'; others have 1.", rich_help_panel=POLICIES
     ),
@@ -106,7 +112,7 @@ def serve(
     ),
     default_max_tokens: int = typer.Option(256, min=1, help="Answer length when the request does not say, tokens."),
     max_undelivered: int = typer.Option(
-        256, min=1, help="Output tokens that a reader may be behind; then its sequence pauses."
+        256, min=0, help="Output tokens that a reader may be behind; then its sequence pauses. 0: it never does."
     ),
     slow_reader_after: str = typer.Option("30s", help="A paused reader that takes nothing for so long is cut off."),
     send_buffer: int = typer.Option(
@@ -131,6 +137,8 @@ def serve(
         lane_wait_ns=parse_duration_ns(lane_wait, "--lane-wait"),
         unit_prompt=unit_prompt,
         unit_output=unit_output,
+        quantum=quantum,
+        longest_wait_ns=parse_duration_ns(longest_wait, "--longest-wait"),
         tenant_weights=_weights(tenant_weights),
         admission=admission,
         admission_doubt=admission_doubt,
@@ -144,6 +152,8 @@ def serve(
         cost_model=str(cost_model) if cost_model is not None else "",
     )
     assemble(policies)  # says what is wrong with them before anything starts
+    if admission == "deadline" and lengths is None:
+        message("note: without --lengths an answer counts as long as its max_tokens; waits look longer than they are")
     if unknown := set(policies.lanes) - set(promised.classes if promised else policies.lanes):
         known = ", ".join(promised.classes) if promised else ""
         raise ConfigError(f"--lanes: class {sorted(unknown)[0]!r} is not in the contract; accepted: {known}")

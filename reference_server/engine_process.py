@@ -74,7 +74,7 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     clock = SystemClock()
     journal = JournalWriter(Path(config.events), "engine", clock, orjson.dumps) if config.events else None
     parts = assemble(config.policies)
-    limits = Limits(config.slots, context, config.max_waiting, config.max_undelivered, config.slow_reader_ns)
+    limits = Limits(config.slots, context, config.max_waiting, config.max_undelivered or None, config.slow_reader_ns)
     pool = BlockPool(blocks, config.block_tokens, config.prefix_reuse)
     scheduler = Scheduler(limits, pool, model.eos_ids, parts.policies)
     ledger = Ledger(scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit)

@@ -4,6 +4,7 @@ import torch
 
 from reference_server.builtin import make_builtin
 from reference_server.gguf_weights import read_gguf
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.model import Llama
 from reference_server.model_store import ModelSource
 from reference_server.runner import Runner
@@ -23,7 +24,7 @@ def load_checkpoint(source: ModelSource, dtype: torch.dtype = torch.float32) -> 
 def make_runner(
     checkpoint: Checkpoint,
     kv_blocks: int,
-    block_tokens: int = 16,
+    block_tokens: int = BLOCK_TOKENS,
     max_context: int | None = None,
     dtype: str = "float32",
     device: str = "cpu",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from reference_server.attention import PagedKV, Span, to_device
 from reference_server.decode_programs import DecodePrograms
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.model import Llama
 from reference_server.sampler import sample, sampling_values
 from reference_server.step_types import StepItem, StepResult
@@ -26,7 +27,7 @@ class Runner:
         self,
         model: Llama,
         kv_blocks: int,
-        block_tokens: int = 16,
+        block_tokens: int = BLOCK_TOKENS,
         max_context: int | None = None,
         output_mask: Tensor | None = None,
         programs: bool | None = None,

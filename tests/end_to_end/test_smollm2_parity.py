@@ -79,7 +79,7 @@ def model_path() -> Path:
 @pytest.fixture(scope="module")
 def tokenizer_and_runner(model_path: Path) -> tuple[Tokenizer, Runner]:
     checkpoint = load_checkpoint(ModelSource("smollm2", model_path))
-    return Tokenizer(checkpoint.tokenizer), make_runner(checkpoint, kv_blocks=20 * 16, max_context=256)
+    return Tokenizer(checkpoint.tokenizer), make_runner(checkpoint, kv_blocks=20 * 16, block_tokens=16, max_context=256)
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,15 @@ def test_orders_stand_alone_or_in_lanes(name: str, kind: type) -> None:
     assert type(assemble(PolicyChoice(order=name, lanes=("a", "b"))).policies.order) is Lanes
 
 
+def test_what_an_order_is_told_reaches_it() -> None:
+    drr = assemble(PolicyChoice(order="drr", quantum=5)).policies.order
+    assert isinstance(drr, DeficitRoundRobin) and drr.quantum == 5
+    edf = assemble(PolicyChoice(order="edf", longest_wait_ns=7)).policies.order
+    assert isinstance(edf, EarliestDeadline) and edf.longest_wait_ns == 7
+    lanes = assemble(PolicyChoice(lanes=("a",), lane_wait_ns=9)).policies.order
+    assert isinstance(lanes, Lanes) and lanes.starvation_ns == 9
+
+
 def test_reservations_and_budgets(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(LENGTHS)
