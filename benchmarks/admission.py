@@ -27,6 +27,7 @@ from benchmarks.load import (
     synthetic,
 )
 from reference_server.cost_model import CostModel
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.policies import Admission
 from reference_server.simulation import Result
 from sloscope.contract import from_shorthand
@@ -208,7 +209,7 @@ def main() -> None:
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
     asked = parser.parse_args()
-    server = Server(slots=16, kv_tokens=16_384, block_tokens=16, max_context=2048, prefill_tokens=256)
+    server = Server(slots=16, kv_tokens=16_384, block_tokens=BLOCK_TOKENS, max_context=2048, prefill_tokens=256)
     cost = cost_model(asked.cost_model, asked.model, asked.threads)
     goodput = asked.goodput or contract_of(cost, server)
     rate = asked.overload * sustainable_rate(asked, server, cost, goodput)

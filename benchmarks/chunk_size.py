@@ -13,9 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.engine_steps import BLOCK_TOKENS, RealEngine, describe_fit, fit_held_out, options_of, save
+from benchmarks.engine_steps import RealEngine, describe_fit, fit_held_out, options_of, save
 from reference_server.cost_model import CostModel, FitError, StepShape
-from reference_server.kv_blocks import BlockPool
+from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.policies import PrefillBudget
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.request import Request

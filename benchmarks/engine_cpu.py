@@ -34,6 +34,7 @@ import torch
 from benchmarks import engine_overhead, forward_sides
 from benchmarks.engine_overhead import InstantRunner, Turn, measure_turns
 from benchmarks.forward_sides import LlamaCpp, Ours, Side, TransformersForward, TransformersGenerate
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.loader import DTYPES, load_checkpoint
 from reference_server.model import Llama
 from reference_server.model_config import ModelConfig
@@ -210,7 +211,7 @@ def _in_turns(rounds: int, sides: Sequence[Side], work: Callable[[Side], list[fl
 
 def loop_rows(asked: argparse.Namespace, config: ModelConfig, model: Llama) -> list[Row]:
     blocks = engine_overhead.blocks_needed(LOOP_BATCH, asked.context, asked.turns)
-    runner = Runner(model, blocks, engine_overhead.BLOCK_TOKENS)
+    runner = Runner(model, blocks, BLOCK_TOKENS)
     rows = []
     for who, step_runner, batch in (
         ("the model", runner, LOOP_BATCH),

@@ -15,7 +15,7 @@ import orjson
 
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine, StepRunner
-from reference_server.kv_blocks import BlockPool
+from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.ledger import Ledger
 from reference_server.link import EngineLink, FrameBuffer, Message, encode
 from reference_server.model_config import ModelConfig
@@ -26,7 +26,6 @@ from sloscope.exposition import MetricStore
 from sloscope.ids import new_request_id
 from sloscope.journal import JournalWriter
 
-BLOCK_TOKENS = 16
 MAX_UNDELIVERED = 256
 SLOW_READER_NS = 30_000_000_000
 WARM_UP_TURNS = 10

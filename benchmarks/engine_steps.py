@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from reference_server.cost_model import CostModel, FitError, Sample, error_of, fit, shape_of
-from reference_server.kv_blocks import BlockPool
+from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.loader import load_checkpoint, make_runner
 from reference_server.model_store import resolve_model
 from reference_server.prefill_budget import Static
@@ -22,7 +22,6 @@ from reference_server.scheduler import Limits, Policies, Scheduler
 from reference_server.step_types import SamplingParams
 from sloscope.output import message
 
-BLOCK_TOKENS = 16
 HELD_OUT_EVERY = 5
 MASKED = SamplingParams(mask_eos=True)  # answers end where the test says
 

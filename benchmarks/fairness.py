@@ -17,6 +17,7 @@ from benchmarks.engine_steps import cost_model, options_of, save
 from benchmarks.load import Server, arrivals, full_step_ns, planned, simulate, synthetic
 from reference_server.cost_model import CostModel, StepShape
 from reference_server.fairness import ServiceUnit, service_gap_bound
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.orders import OrderOptions, make_order
 from reference_server.request import State
 from reference_server.scheduler import Emitted, StepPlan, Transition
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
     asked = parser.parse_args()
-    server = Server(slots=16, kv_tokens=16_384, block_tokens=16, max_context=2048, prefill_tokens=256)
+    server = Server(slots=16, kv_tokens=16_384, block_tokens=BLOCK_TOKENS, max_context=2048, prefill_tokens=256)
     cost = cost_model(asked.cost_model, asked.model, asked.threads)
     rate = capacity(cost, server, traffic(asked, server, 100, False))
     limits = Limits(ttft_ns=TTFT_STEPS * full_step_ns(cost, server))

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.model import Llama
 from reference_server.runner import Runner
 from reference_server.step_types import StepItem
 from reference_server.weights import Checkpoint
 from sloscope.errors import ConfigError
 
-BLOCK_TOKENS = 16
 GENERATED = 8  # tokens of one call of `generate`, which has work of its own to spread over them
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.model import Llama, tensor_shapes
 from reference_server.model_config import ModelConfig
 from reference_server.runner import Runner
@@ -26,7 +27,6 @@ from sloscope.output import message, print_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_roofline.json"
-BLOCK_TOKENS = 16
 Row = dict[str, object]
 
 
