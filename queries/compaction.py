@@ -298,9 +298,11 @@ class _EventRows:
         took_part = self._rows.setdefault(("step_requests", day), [])
         step = {name: row[name] for name in ("step_id", "engine_id", "clock_id")}
         for role, ids in roles.items():
-            counts = record.get("prefill_token_counts") if role == "prefill" else None
-            for request_id, tokens in zip(ids, counts or itertools.repeat(None), strict=False):
-                took_part.append({**step, "request_id": request_id, "role": role, "tokens": tokens})
+            counts = record if role == "prefill" else {}
+            tokens = counts.get("prefill_token_counts") or itertools.repeat(None)
+            charged = counts.get("prefill_charged_counts") or itertools.repeat(None)
+            for request_id, ran, new in zip(ids, tokens, charged, strict=False):
+                took_part.append({**step, "request_id": request_id, "role": role, "tokens": ran, "charged": new})
 
     def write(self, parts: Parts) -> None:
         for (table, day), rows in sorted(self._rows.items()):

@@ -86,7 +86,7 @@ def _usual(kind: Any, record: records.Record) -> bool:
         return False
     if kind == "begin" and "send_ns" not in record and "arrived_ns" not in record:
         return False
-    if kind == "step" and not records.counts_align(record):
+    if kind == "step" and records.misaligned(record):
         return False
     return "request_id" not in record or is_request_id(record["request_id"])
 

@@ -240,6 +240,7 @@ STEP_REQUESTS: tuple[Column, ...] = (
     Column("request_id", "VARCHAR", "a request that took part"),
     Column("role", "VARCHAR", "prefill, decode, preempted, or paused by flow control"),
     Column("tokens", "BIGINT", "prompt tokens of it that the step ran; NULL in another role, or not recorded"),
+    Column("charged", "BIGINT", "of those, the ones that are service: run for the first time; NULL likewise"),
 )
 
 ENGINES: tuple[Column, ...] = (

@@ -201,6 +201,7 @@ class Ledger:
             token_budget=plan.token_budget,
             prefill_ids=[request.key for request in plan.prefill],
             prefill_token_counts=[len(item.token_ids) for item in plan.items[plan.decodes :]],
+            prefill_charged_counts=plan.fresh[plan.decodes :],
             decode_ids=[request.key for request in plan.decode],
             kv_blocks_resident=pool.resident,
             kv_blocks_reserved=pool.reserved,

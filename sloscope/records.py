@@ -162,6 +162,7 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("token_budget", "int", "prefill tokens allowed; absent: no bound"),
         Field("prefill_ids", "strs", "requests in prefill"),
         Field("prefill_token_counts", "ints", "prompt tokens run of each of prefill_ids"),
+        Field("prefill_charged_counts", "ints", "of those, the ones charged as service: run for the first time"),
         Field("decode_ids", "strs", "requests in decode"),
         Field("kv_blocks_resident", "int", "blocks that hold tokens"),
         Field("kv_blocks_reserved", "int", "blocks promised to admitted work"),
@@ -268,6 +269,7 @@ _SAME_LENGTH = {
     "chunks": ("choice", "type", "tokens", "forwarded_ns"),
     "emit": ("choice", "cum_tokens", "handed_ns", "written_ns", "step_id"),
 }
+_PREFILL_COUNTS = ("prefill_token_counts", "prefill_charged_counts")
 
 
 def check(record: object) -> Record:
@@ -315,13 +317,13 @@ def _check_meaning(kind: str, record: Mapping[str, Any]) -> None:
         for name in _SAME_LENGTH[kind]:
             if name in record and len(record[name]) != len(stamps):
                 raise RecordError(f"{kind}.{name}: {len(record[name])} values for {len(stamps)} events")
-    if kind == "step" and not counts_align(record):
+    if kind == "step" and (name := misaligned(record)):
         raise RecordError(
-            f"step.prefill_token_counts: {len(record['prefill_token_counts'])} values for "
-            f"{len(record.get('prefill_ids', ()))} prefill_ids"
+            f"step.{name}: {len(record[name])} values for {len(record.get('prefill_ids', ()))} prefill_ids"
         )
 
 
-def counts_align(step: Mapping[str, Any]) -> bool:
-    """Every request in prefill has its count, or none has."""
-    return "prefill_token_counts" not in step or len(step["prefill_token_counts"]) == len(step.get("prefill_ids", ()))
+def misaligned(step: Mapping[str, Any]) -> str:
+    """A field that counts some requests in prefill and not all; '' for none."""
+    requests = len(step.get("prefill_ids", ()))
+    return next((name for name in _PREFILL_COUNTS if name in step and len(step[name]) != requests), "")

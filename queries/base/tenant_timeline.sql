@@ -1,15 +1,16 @@
 -- view: the service that each tenant received from an engine, and how many of its requests waited
 -- grain: one row per engine process, tenant and stamp at which one of the two changed
 -- inputs: requests, steps, step_requests, states, engines, run_window
--- rules: Prompt tokens count at the end of the step that ran them, in sum at most the request's prompt: what is run again
---   after a preemption is no service. Which tokens a prompt took over from the prefix cache is not recorded for each
---   request, so one that did and was preempted later may count as many too many. Where a step did not record how many,
---   the whole prompt counts at the first step that ran some of it. An output token counts at the end of the step of its decode; the token that a prompt's last
---   part brings counts when the request leaves PREFILL for DECODE or FINISHED. `waiting` counts requests in WAITING or
---   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count. All
---   on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The units
---   are those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A request
---   without a tenant is of tenant ''.
+-- rules: Prompt tokens count at the end of the step that ran them, those that the engine charged: what is run again after
+--   a preemption, or was taken over from the prefix cache, is no service. Where a step did not record what it charged,
+--   what it ran counts, in sum at most the request's prompt: of a request that took over a prefix and was preempted later
+--   that may be too much. Where it did not record what it ran either, the whole prompt counts at the first step that ran
+--   some of it. An output token counts at the end of the step of its decode; the token that a prompt's last part brings
+--   counts when the request leaves PREFILL for DECODE or FINISHED. `waiting` counts requests in WAITING or PREEMPTED from
+--   this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count. All on the
+--   engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The units are
+--   those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A request without
+--   a tenant is of tenant ''.
 with
 
 seen as (
@@ -46,6 +47,7 @@ prompt_parts as (
         tenants.tenant,
         steps.end_ns as at_ns,
         tenants.prompt_tokens,
+        step_requests.charged,
         coalesce(step_requests.tokens, tenants.prompt_tokens, 0) as part,
         sum(coalesce(step_requests.tokens, tenants.prompt_tokens, 0)) over (
             partition by step_requests.engine_id, step_requests.request_id
@@ -63,7 +65,7 @@ changes as (
         engine_id,
         tenant,
         at_ns,
-        least(run_by_now, prompt_tokens) - least(run_by_now - part, prompt_tokens) as prompt_tokens,
+        coalesce(charged, least(run_by_now, prompt_tokens) - least(run_by_now - part, prompt_tokens)) as prompt_tokens,
         0 as output_tokens,
         0 as waiting_change
     from prompt_parts

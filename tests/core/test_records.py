@@ -25,6 +25,10 @@ def test_an_engine_that_was_not_calibrated_has_no_ceilings() -> None:
     [
         ({"prefill_ids": ["a", "b"], "prefill_token_counts": [3]}, "1 values for 2 prefill_ids"),
         ({"prefill_token_counts": [3]}, "1 values for 0 prefill_ids"),
+        (
+            {"prefill_ids": ["a"], "prefill_charged_counts": []},
+            "step.prefill_charged_counts: 0 values for 1 prefill_ids",
+        ),
         ({"prefill_ids": ["a"], "prefill_token_counts": [2**63]}, "expected ints"),
         ({"kv_read_bytes": "many"}, "step.kv_read_bytes: expected float, got str"),
         ({"prompt": "text"}, "step.prompt: no such field"),
@@ -36,7 +40,11 @@ def test_a_step_that_contradicts_itself_is_refused_by_name(fields: dict[str, Any
 
 
 def test_the_counts_stand_beside_the_requests_in_prefill() -> None:
-    record = STEP | {"prefill_ids": ["a", "b"], "prefill_token_counts": [3, 5]}
+    record = STEP | {
+        "prefill_ids": ["a", "b"],
+        "prefill_token_counts": [3, 5],
+        "prefill_charged_counts": [0, 5],
+    }
     assert records.check(record) is record
 
 

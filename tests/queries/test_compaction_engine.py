@@ -80,6 +80,7 @@ def test_the_work_of_a_step_stays_apart_and_its_requests_keep_their_part_of_it(t
         said = {
             "prefill_ids": ids[:2],
             "prefill_token_counts": [3, 5],
+            "prefill_charged_counts": [3, 0],
             "paused_ids": ids[2:],
             "kv_read_tokens": 40,
             "sampled_tokens": 1,
@@ -95,11 +96,11 @@ def test_the_work_of_a_step_stays_apart_and_its_requests_keep_their_part_of_it(t
     assert one(tmp_path, columns, "steps") == (40, 1, 16, 8, 2, 2, 0)
     floats = "prefill_linear_flops, kv_write_bytes, decode_linear_flops"
     assert one(tmp_path, floats, "steps") == (2.0**60, 12.5, None)
-    assert select(tmp_path, "select request_id, role, tokens from {step_requests} order by 1") == [
-        (ids[0], "prefill", 3),
-        (ids[1], "prefill", 5),
-        (ids[2], "paused", None),
-        (ids[3], "paused", None),
+    assert select(tmp_path, "select request_id, role, tokens, charged from {step_requests} order by 1") == [
+        (ids[0], "prefill", 3, 3),
+        (ids[1], "prefill", 5, 0),
+        (ids[2], "paused", None, None),
+        (ids[3], "paused", None, None),
     ]
 
 

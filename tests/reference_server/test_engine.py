@@ -333,7 +333,13 @@ def test_a_preemption_is_recorded_with_the_step_after_it(tmp_path: Path) -> None
     m = _samples(bench.metrics.render().decode())
     assert m["sloscope_engine_preemptions_total"] == 1
     # Both were served 4 prompt and 12 output tokens: 4 + 24 each. What b ran again is not service.
-    assert m['sloscope_engine_service_units_total{tenant=""}'] == 56 and a
+    assert m['sloscope_engine_service_units_total{tenant=""}'] == 56
+    charged = [
+        (key, count)
+        for s in bench.records("step")
+        for key, count in zip(s["prefill_ids"], s["prefill_charged_counts"], strict=True)
+    ]
+    assert charged == [(a, 4), (b, 4), (b, 0)]
     bench.close()
 
 
@@ -344,6 +350,7 @@ def test_a_reused_prefix_is_recorded_and_not_charged(tmp_path: Path) -> None:
     bench.new(prompt=9, max_tokens=2)
     bench.turn(3)
     assert [s.get("reused_tokens") for s in bench.records("step")] == [None, 8, None]
+    assert [s["prefill_charged_counts"] for s in bench.records("step")] == [[9], [1], []]
     m = _samples(bench.metrics.render().decode())
     assert m["sloscope_engine_prefix_reused_tokens_total"] == 8
     assert m['sloscope_engine_service_units_total{tenant=""}'] == 9 + 1 + 2 * 4
