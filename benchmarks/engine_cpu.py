@@ -7,8 +7,8 @@ Forward pass: a decode step at batch 1 and 16 and a prefill, all from the same c
 - llama.cpp, where --llama-python names an interpreter that has llama-cpp-python.
 All have the same weights, dtype and number of threads. The sides take turns in every round; the medians count.
 
-Loop: turns of the real engine less the time inside the runner, at batch 16 with the model, and at batch 64 with a
-runner that answers at once.
+Loop: turns of the real engine less the time inside the runner, at batch 64 with a runner that answers at once, and at
+batch 16 with the model, for as long as --loop-seconds. Ctrl-C or SIGTERM ends the run; what was measured is kept.
 
 llama-cpp-python is built from source, in an environment of its own (about 20 minutes on one core):
 
@@ -22,18 +22,22 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
+import sys
 import tempfile
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import engine_overhead, forward_sides
-from benchmarks.engine_overhead import InstantRunner, Turn, measure_turns
+from benchmarks import forward_sides
+from benchmarks.engine_overhead import InstantRunner, Turn, blocks_needed, measure_turns
 from benchmarks.forward_sides import LlamaCpp, Ours, Side, TransformersForward, TransformersGenerate
+from reference_server.engine import StepRunner
 from reference_server.kv_blocks import BLOCK_TOKENS
 from reference_server.loader import DTYPES, load_checkpoint
 from reference_server.model import Llama
@@ -46,14 +50,15 @@ from sloscope.output import FORMATS, message, print_rows
 
 BATCHES = (1, 16)
 LOOP_BATCH, BARE_LOOP_BATCH = 16, 64
+INTERRUPTED = 130  # exit code
 Row = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     warnings.filterwarnings("ignore", category=FutureWarning)  # transformers renames arguments from release to release
     try:
-        run(asked)
+        return run(asked)
     except SloscopeError as error:
         raise SystemExit(f"error: {error}") from None
 
@@ -66,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="(default: all cores)")
     parser.add_argument("--rounds", type=int, default=9, help="in which every side has its turn (default: 9)")
     parser.add_argument("--steps", type=int, default=5, help="decode steps of a side in a round (default: 5)")
-    parser.add_argument("--turns", type=int, default=200, help="of the loop, for its overhead (default: 200)")
+    parser.add_argument("--turns", type=int, default=200, help="of the loop, at most (default: 200)")
+    parser.add_argument(
+        "--loop-seconds", type=float, default=40, help="of the loop with the model, at most (default: 40)"
+    )
     parser.add_argument("--part", default="all", choices=["all", "forward", "loop"], help="(default: all)")
     parser.add_argument("--llama-python", help="interpreter of the environment with llama-cpp-python")
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
@@ -76,9 +84,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(asked: argparse.Namespace) -> None:
-    if asked.context < 1 or asked.threads < 1 or asked.rounds < 1 or asked.steps < 1 or asked.turns < 1:
-        raise ConfigError("--context, --threads, --rounds, --steps, --turns: accepted: 1 and more")
+def run(asked: argparse.Namespace) -> int:
+    if (
+        asked.context < 1
+        or asked.threads < 1
+        or asked.rounds < 1
+        or asked.steps < 1
+        or asked.turns < 1
+        or asked.loop_seconds <= 0
+    ):
+        raise ConfigError(
+            "--context, --threads, --rounds, --steps, --turns: accepted: 1 and more; --loop-seconds: above 0"
+        )
     torch.set_num_threads(asked.threads)
     torch.manual_seed(1)
     source = resolve_model(asked.model)
@@ -88,21 +105,27 @@ def run(asked: argparse.Namespace) -> None:
     about = describe(asked, source)
     forward: list[Row] = []
     loop: list[Row] = []
-    if asked.part in ("all", "forward"):
-        forward, about["llama_cpp"] = forward_rows(asked, source, checkpoint, model)
-    if asked.part in ("all", "loop"):
-        checkpoint.state.clear()
-        loop = loop_rows(asked, checkpoint.config, model)
+    code = 0
+    try:
+        if asked.part in ("all", "forward"):
+            forward.extend(forward_rows(asked, source, checkpoint, model, about))
+        if asked.part in ("all", "loop"):
+            checkpoint.state.clear()
+            loop.extend(loop_rows(asked, checkpoint.config, model))
+    except KeyboardInterrupt:
+        message("interrupted; what was measured before is kept")
+        code = INTERRUPTED
     if asked.format == "json":
         print(json.dumps({"about": about, "forward": forward, "loop": loop}, indent=1))
     else:
         if forward:
             print_rows(forward, asked.format, title=f"medians of {asked.rounds} rounds; {about['llama_cpp']}")
         if loop:
-            print_rows(loop, asked.format, title=f"{asked.turns} turns of the engine's loop")
+            print_rows(loop, asked.format, title="turns of the engine's loop")
     if asked.save is not None:
         asked.save.parent.mkdir(parents=True, exist_ok=True)
         asked.save.write_text(json.dumps({"about": about, "forward": forward, "loop": loop}, indent=1) + "\n")
+    return code
 
 
 def describe(asked: argparse.Namespace, source: ModelSource) -> dict[str, Any]:
@@ -129,9 +152,9 @@ def _cpu() -> str:
 
 
 def forward_rows(
-    asked: argparse.Namespace, source: ModelSource, checkpoint: Checkpoint, model: Llama
-) -> tuple[list[Row], str]:
-    """The rows, and a word on llama.cpp."""
+    asked: argparse.Namespace, source: ModelSource, checkpoint: Checkpoint, model: Llama, about: dict[str, Any]
+) -> Iterator[Row]:
+    """A word on llama.cpp goes into `about`."""
     drawn = random.Random(1)
     prompts = [[drawn.randrange(checkpoint.config.vocab) for _ in range(asked.context)] for _ in range(max(BATCHES))]
     oracle = forward_sides.transformers_model(checkpoint, DTYPES[asked.dtype])
@@ -142,7 +165,7 @@ def forward_rows(
         TransformersGenerate(oracle, prompts, BATCHES),
     ]
     llama: LlamaCpp | None = None
-    about = "llama.cpp left out: no --llama-python (see --help for how to make its environment)"
+    about["llama_cpp"] = "llama.cpp left out: no --llama-python (see --help for how to make its environment)"
     with tempfile.TemporaryDirectory(prefix="sloscope-llama-") as folder:
         if asked.llama_python is not None:
             if source.path is None or source.path.is_dir():
@@ -151,14 +174,14 @@ def forward_rows(
             forward_sides.write_gguf(source.path, path, asked.dtype)
             llama = LlamaCpp(asked.llama_python, path, prompts, asked.dtype, asked.threads)
             sides.append(llama)
-            about = f"llama.cpp on a {asked.dtype} GGUF of the same weights ({llama.about})"
+            about["llama_cpp"] = f"llama.cpp on a {asked.dtype} GGUF of the same weights ({llama.about})"
         try:
-            rows = [row for batch in BATCHES for row in _decode_rows(asked, sides, batch)]
-            rows += _prefill_rows(asked, sides)
+            for batch in BATCHES:
+                yield from _decode_rows(asked, sides, batch)
+            yield from _prefill_rows(asked, sides)
         finally:
             if llama is not None:
                 llama.close()
-    return rows, about
 
 
 def _decode_rows(asked: argparse.Namespace, sides: Sequence[Side], batch: int) -> list[Row]:
@@ -209,25 +232,44 @@ def _in_turns(rounds: int, sides: Sequence[Side], work: Callable[[Side], list[fl
     return found
 
 
-def loop_rows(asked: argparse.Namespace, config: ModelConfig, model: Llama) -> list[Row]:
-    blocks = engine_overhead.blocks_needed(LOOP_BATCH, asked.context, asked.turns)
-    runner = Runner(model, blocks, BLOCK_TOKENS)
-    rows = []
-    for who, step_runner, batch in (
-        ("the model", runner, LOOP_BATCH),
-        ("instant runner", InstantRunner(), BARE_LOOP_BATCH),
-    ):
-        message(f"loop at batch {batch}, {who}")
-        with tempfile.TemporaryDirectory(prefix="sloscope-loop-") as folder:
-            size = DTYPES[asked.dtype].itemsize
-            turns = measure_turns(step_runner, config, size, batch, asked.context, asked.turns, Path(folder))
-        rows.append({"batch": batch, "runner": who} | _summary(turns))
-    return rows
+def loop_rows(asked: argparse.Namespace, config: ModelConfig, model: Llama) -> Iterator[Row]:
+    yield from _loop_row(asked, config, "instant runner", InstantRunner(), BARE_LOOP_BATCH, None)
+    runner = Runner(model, blocks_needed(LOOP_BATCH, asked.context, asked.turns), BLOCK_TOKENS)
+    for pool in runner.kv._pools:
+        pool.normal_()  # prompts are not run, and pages that were never written read faster than KV does
+    yield from _loop_row(asked, config, "the model", runner, LOOP_BATCH, asked.loop_seconds)
+
+
+def _loop_row(
+    asked: argparse.Namespace, config: ModelConfig, who: str, runner: StepRunner, batch: int, most_s: float | None
+) -> Iterator[Row]:
+    """One row, of one turn at least; also when the run is interrupted."""
+    message(f"loop at batch {batch}, {who}")
+    size = DTYPES[asked.dtype].itemsize
+    turns: list[Turn] = []
+    with tempfile.TemporaryDirectory(prefix="sloscope-loop-") as folder:
+        measuring = measure_turns(runner, config, size, batch, asked.context, asked.turns, Path(folder))
+        began_s = time.monotonic()
+        try:
+            for turn in measuring:
+                turns.append(turn)
+                if most_s is not None and time.monotonic() - began_s > most_s:
+                    break
+        except KeyboardInterrupt:
+            if turns:
+                yield {"batch": batch, "runner": who} | _summary(turns)
+            raise
+        finally:
+            measuring.close()
+    row = {"batch": batch, "runner": who} | _summary(turns)
+    message(f"  overhead {row['overhead_us']} us, of which CPU {row['cpu_us']} us; {row['turns']} turns")
+    yield row
 
 
 def _summary(turns: Sequence[Turn]) -> Row:
     overheads = sorted(turn.overhead_ns for turn in turns)
     return {
+        "turns": len(turns),
         "overhead_us": round(statistics.median(overheads) / 1e3, 1),
         "p90_us": round(overheads[len(overheads) * 9 // 10] / 1e3, 1),
         "cpu_us": round(statistics.median(turn.overhead_cpu_ns for turn in turns) / 1e3, 1),
@@ -237,4 +279,5 @@ def _summary(turns: Sequence[Turn]) -> Row:
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main())

@@ -2,12 +2,13 @@
 
 The loop is the real one: requests come over a socket pair, tokens go back over it, the journal is written to disk, and
 the reader reports what it took, as the front end does. Of each turn the time inside the runner's step is taken off.
+Turns with prompts are not measured, so prompts are not run: the KV holds what it held.
 """
 
 import gc
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import orjson
 
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine, StepRunner
+from reference_server.engine_process import EngineConfig
 from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.ledger import Ledger
 from reference_server.link import EngineLink, FrameBuffer, Message, encode
@@ -26,9 +28,7 @@ from sloscope.exposition import MetricStore
 from sloscope.ids import new_request_id
 from sloscope.journal import JournalWriter
 
-MAX_UNDELIVERED = 256
-SLOW_READER_NS = 30_000_000_000
-WARM_UP_TURNS = 10
+WARM_UP_TURNS = 3
 
 
 class Turn(NamedTuple):
@@ -64,7 +64,8 @@ class _TimedRunner:
         # The CPU clock takes microseconds to read: innermost here and outermost around the turn, its own cost falls
         # into the forward pass or outside.
         wall_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        result = self._runner.step(batch)
+        runner = self._runner if all(len(item.token_ids) == 1 for item in batch) else InstantRunner()
+        result = runner.step(batch)
         cpu_ns = time.thread_time_ns() - cpu_ns
         self.took = time.perf_counter_ns() - wall_ns, cpu_ns
         self.tokens = sum(len(item.token_ids) for item in batch)
@@ -77,7 +78,7 @@ def blocks_needed(batch: int, context: int, turns: int) -> int:
 
 def measure_turns(
     runner: StepRunner, config: ModelConfig, dtype_bytes: int, batch: int, context: int, turns: int, events: Path
-) -> list[Turn]:
+) -> Generator[Turn, None, None]:
     """Turns in which `batch` sequences of `context` tokens and more take a decode step each."""
     timed = _TimedRunner(runner)
     ours, front = socket.socketpair()
@@ -85,7 +86,8 @@ def measure_turns(
     journal = JournalWriter(events, "engine", clock, orjson.dumps)
     max_tokens = turns + WARM_UP_TURNS + 2
     parts = assemble(PolicyChoice())
-    limits = Limits(batch, context + max_tokens, 1024, MAX_UNDELIVERED, SLOW_READER_NS)
+    served = EngineConfig(model="")
+    limits = Limits(batch, context + max_tokens, served.max_waiting, served.max_undelivered, served.slow_reader_ns)
     pool = BlockPool(blocks_needed(batch, context, turns), BLOCK_TOKENS)
     scheduler = Scheduler(limits, pool, config.eos_ids, parts.policies)
     ledger = Ledger(scheduler, MetricStore("server"), journal, config, dtype_bytes, parts.unit)
@@ -96,16 +98,17 @@ def measure_turns(
     try:
         for _ in range(batch):
             reader.ask(context, max_tokens)
-        found: list[Turn] = []
-        while len(found) < turns + WARM_UP_TURNS:
+        decodes = 0
+        while decodes < turns + WARM_UP_TURNS:
             cpu_ns, wall_ns = time.thread_time_ns(), time.perf_counter_ns()
             engine.turn()
             wall_ns = time.perf_counter_ns() - wall_ns
             turn = Turn(wall_ns, timed.took[0], time.thread_time_ns() - cpu_ns, timed.took[1])
-            if timed.tokens == batch:  # not a prefill
-                found.append(turn)
             reader.take()
-        return found[WARM_UP_TURNS:]
+            if timed.tokens == batch:  # not a prefill
+                decodes += 1
+                if decodes > WARM_UP_TURNS:
+                    yield turn
     finally:
         gc.unfreeze()
         journal.close()

@@ -1,6 +1,8 @@
 """The CPU benchmark on the smallest model: every side answers, nothing is measured twice, weights stay the same."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -33,17 +35,36 @@ def test_all_sides_and_both_loops_have_a_row(tmp_path: Path) -> None:
         assert row["min_ms"] == row["max_ms"] == row["ms"] > 0  # one round, and the one before does not count
         for side, column in zip(sides, ("x_plain", "x_packed"), strict=False):
             assert row["side"] != side or row[column] == 1
-    assert [(row["batch"], row["runner"]) for row in kept["loop"]] == [(16, "the model"), (64, "instant runner")]
+    assert [(row["batch"], row["runner"]) for row in kept["loop"]] == [(64, "instant runner"), (16, "the model")]
     assert "--llama-python" in kept["about"]["llama_cpp"]
 
 
 def test_a_turn_of_the_loop_is_a_decode_step_of_the_whole_batch_with_its_record(tmp_path: Path) -> None:
-    turns = measure_turns(InstantRunner(), make_builtin().config, 4, batch=5, context=33, turns=7, events=tmp_path)
+    config = make_builtin().config
+    turns = list(measure_turns(InstantRunner(), config, 4, batch=5, context=33, turns=7, events=tmp_path))
     assert len(turns) == 7 and all(0 < turn.overhead_ns <= turn.wall_ns for turn in turns)
     steps = [r for path in journal_files(tmp_path) for r in read_journal(Tail(path)) if r["kind"] == "step"]
     # One prefill of all prompts, 5 * 33 tokens, then the turns.
     assert [step["decode_tokens"] for step in steps] == [0] + [5] * (WARM_UP_TURNS + 7)
     assert steps[0]["prefill_tokens"] == 165
+
+
+def test_the_loop_of_the_model_ends_in_time_and_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
+    saved = tmp_path / "loop.json"
+    command = [sys.executable, "-m", "benchmarks.engine_cpu", "--part", "loop", "--model", "builtin"]
+    command += ["--context", "16", "--threads", "1", "--turns", "400", "--save", str(saved)]
+    subprocess.run([*command, "--loop-seconds", "0.001"], check=True, capture_output=True)
+    rows = json.loads(saved.read_text())["loop"]
+    assert [(row["batch"], row["turns"]) for row in rows] == [(64, 400), (16, 1)]
+    saved.unlink()
+    with subprocess.Popen([*command, "--loop-seconds", "600"], stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        next(line for line in child.stderr if "the model" in line)  # which takes seconds for 400 turns
+        child.terminate()
+        said = child.stderr.read()
+    assert child.returncode == engine_cpu.INTERRUPTED and "what was measured before is kept" in said
+    rows = json.loads(saved.read_text())["loop"]
+    assert (rows[0]["batch"], rows[0]["turns"]) == (64, 400)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
