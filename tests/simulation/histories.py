@@ -20,8 +20,9 @@ from tests.simulation.policies import ADMISSIONS, BUDGETS, COST, ORDERS, RESERVA
 CONTEXT = 48
 READERS = (AT_ONCE, AT_ONCE, Reader(5), Reader(60), NEVER)
 TENANTS = ("a", "b", "heavy")
+SLOTS = (1, 2, 4, 6, 8)
+PROMISES = (*RESERVATIONS, "optimistic")  # the one under which most is preempted, twice
 FATES = (
-    "none",
     "none",
     "none",
     "none",
@@ -29,7 +30,9 @@ FATES = (
     "leaves on transition",
     "leaves on token",
     "complete on token",
+    "complete out of the batch",
 )
+BY_TEXT = FATES[-2:]
 
 
 class Life(NamedTuple):
@@ -48,10 +51,11 @@ class Life(NamedTuple):
     ttft_limit_ns: int  # 0: none
     fate: str
     fate_number: int
+    text_lag_ns: int  # how long after its token an answer is found complete in its text
 
     @classmethod
     def of(cls, drawn: bytes) -> "Life":
-        gap, prompt, shared, family, most, stop, tenant, lane, streaming, reader, limit, fate, number = drawn
+        gap, prompt, shared, family, most, stop, tenant, lane, streaming, reader, limit, fate, number, lag = drawn
         prompt = 1 + prompt % 14
         return cls(
             gap_ns=(0, 0, 0, 5, 20, 120)[gap % 6],
@@ -67,6 +71,7 @@ class Life(NamedTuple):
             ttft_limit_ns=(0, 0, 30, 80, 300)[limit % 5],
             fate=FATES[fate % len(FATES)],
             fate_number=number % 15,
+            text_lag_ns=(0, 10, 40, 120)[lag % 4],
         )
 
 
@@ -102,13 +107,13 @@ def history_of(drawn: bytes, order: str) -> History:
     return History(
         lives=[Life.of(drawn[start : start + size]) for start in starts],
         order=order,
-        reservation=_pick(RESERVATIONS, reservation),
+        reservation=PROMISES[reservation % len(PROMISES)],
         budget=_pick(BUDGETS, budget),
         # Half of them let everybody in: what is refused tries nothing else.
         admission=_pick(ADMISSIONS, admission // 2) if admission % 2 else "all",
         prefix_reuse=bool(reuse % 2),
-        slots=1 + slots % 5,
-        blocks=(24, 32, 48)[pool // 3 % 3] // block_tokens,
+        slots=SLOTS[slots % len(SLOTS)],
+        blocks=(24, 28, 32, 48)[pool // 3 % 4] // block_tokens,
         block_tokens=block_tokens,
         max_waiting=2 if waiting % 8 == 7 else 20,
         window=(None, None, 1, 2, 4)[window % 5],
@@ -276,12 +281,11 @@ class World(Observer):
         ends = {request.max_tokens, request.stop_after or request.max_tokens}
         if self.history.eos_at >= len(request.prompt):
             ends.add(self.history.eos_at - len(request.prompt) + 1)
-        life = self.lives[request.key]
-        if life.fate != "complete on token":
-            assert len(request.output) == min(ends)
-        stopped = len(request.output) == request.stop_after or request.output[-1] == EOS
-        if life.fate != "complete on token":
-            assert request.finish_reason == ("stop" if stopped else "length")
+        # Its text may end an answer before its tokens do; then it stopped.
+        early = len(request.output) < min(ends)
+        assert len(request.output) <= min(ends) and (not early or self.lives[request.key].fate in BY_TEXT)
+        stopped = early or len(request.output) == request.stop_after or request.output[-1] == EOS
+        assert request.finish_reason == ("stop" if stopped else "length")
 
     # --- what happens
 
@@ -298,6 +302,8 @@ class World(Observer):
         life = self.lives[request.key]
         if life.fate == "leaves on transition" and len(path) == 1 + life.fate_number % 7:
             self.simulation.leave(request.key, now_ns)
+        elif life.fate == "complete out of the batch" and after in (State.PAUSED, State.PREEMPTED):
+            self.simulation.complete(request.key, now_ns + life.text_lag_ns)
 
     def decided(self, decision: Decision, now_ns: int) -> None:
         self.admit_decisions[decision.request.key] += decision.judgement.verdict == "admit"
@@ -329,7 +335,7 @@ class World(Observer):
                 if life.fate == "leaves on token":
                     self.simulation.leave(request.key, end_ns)
                 elif life.fate == "complete on token":
-                    self.simulation.complete(request.key, end_ns)
+                    self.simulation.complete(request.key, end_ns + life.text_lag_ns)
 
     # --- what must hold
 

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.books import Books
 from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.fairness import DeficitRoundRobin, ServiceUnit, VirtualTokenCounter, service_gap_bound
@@ -15,7 +16,6 @@ from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation, Lengths, LengthTable
 from reference_server.request import Request, State
 from reference_server.scheduler import Limits, Policies, StepPlan
-from tests.reference_server.order_world import Books
 
 # Nanoseconds, so that a step of a small batch takes 10 to 40.
 COST = CostModel(base_ns=10, prefill_token_ns=1, decode_token_ns=1, kv_read_token_ns=0.1)
