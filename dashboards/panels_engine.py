@@ -33,13 +33,14 @@ def ttft_p50() -> Any:
 
 
 def queue() -> Any:
-    text = "From arrival in the scheduler to the first step that ran the request."
+    text = "From arrival in the scheduler to admission into the batch."
     return _quantiles("Engine queue p50 and p99", text, promql.engine("queue_seconds"))
 
 
 def prefill() -> Any:
     text = (
-        "From the first step that ran the request to its first token computed; later chunks of a long prompt included."
+        "From admission into the batch to the first token computed: every chunk of the prompt, and the steps whose "
+        "token budget went to others."
     )
     return _quantiles("Engine prefill p50 and p99", text, promql.engine("prefill_seconds"))
 
@@ -90,7 +91,7 @@ def states() -> Any:
 def oldest_waiting() -> Any:
     return style.lines(
         "Oldest waiting request",
-        "Age of the request that has waited longest for its first step. Above the TTFT limit it has missed already.",
+        "Age of the request that has waited longest for its admission. Above the TTFT limit it has missed already.",
         "s",
         [
             style.query(promql.highest(promql.engine("oldest_waiting_seconds")), "oldest"),
@@ -191,10 +192,14 @@ def lengths_age() -> Any:
 
 def ended() -> Any:
     return style.lines(
-        "Requests that left the engine",
-        "By outcome, as the engine saw it. A request that completed here can still have been cut off on its way.",
+        "Requests that came to the engine and left it",
+        "By outcome, as the engine saw it. A request that completed here can still have been cut off on its way. "
+        "Offered lastingly above the sum of the others: requests pile up.",
         "reqps",
-        [style.query(promql.per_second(promql.engine("requests_ended_total"), ("outcome",)), "{{outcome}}")],
+        [
+            style.query(promql.per_second(promql.engine("requests_offered_total")), "offered"),
+            style.query(promql.per_second(promql.engine("requests_ended_total"), ("outcome",)), "{{outcome}}"),
+        ],
         no_value=_NO_ENGINE,
     )
 

@@ -220,7 +220,7 @@ def _recorder_alerts(contract: Contract, runbooks: str) -> Iterator[Alert]:
             (Condition(waiting.selector(), ">", limit),),
             "1m",
             "ticket",
-            "A request waits {{ $value | humanizeDuration }} for its first step at {{ $labels.instance }}",
+            "A request waits {{ $value | humanizeDuration }} for its admission at {{ $labels.instance }}",
             f"The longest promise for a first output is {limit} s, so it has been missed in the queue already.",
             runbook("SloscopeEngineOldestWaiting", runbooks),
         )

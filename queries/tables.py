@@ -108,7 +108,7 @@ REQUESTS: tuple[Column, ...] = (
         ("sidecar_upstream_first_ns", "stamp of the first output event, received from upstream"),
         ("sidecar_forwarded_first_ns", "stamp of the first output event, handed to the consumer's socket"),
         ("engine_queued_ns", "stamp of the first entry into WAITING"),
-        ("engine_prefill_start_ns", "stamp of the first entry into PREFILL"),
+        ("engine_prefill_start_ns", "stamp of the first entry into PREFILL: the admission into the batch"),
         ("engine_first_computed_ns", "stamp of the first event: its step ended"),
         ("engine_first_handed_ns", "stamp of the first event: put on the queue to the front end"),
         ("engine_first_written_ns", "stamp of the first event: written to the socket"),

@@ -307,6 +307,7 @@ class FrontEnd:
 
     def begin(self, record: records.Record) -> None:
         """One write before the request goes on. A record that cannot be written is counted, and the request goes on."""
+        self.metrics.inc("sloscope_engine_requests_offered_total")
         if self.journal is not None:
             self.journal.write(record)
 

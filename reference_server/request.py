@@ -72,7 +72,7 @@ class Request:
     preemptions: int = 0
     rank: int = 0  # by first admission
     queued_ns: int = 0
-    started_ns: int = 0  # first entry into PREFILL
+    started_ns: int = 0  # first entry into PREFILL: its admission, a step may not run it yet
     last_token_ns: int = 0
     paused_ns: int | None = None  # since when its reader holds it
     taken_ns: int = 0  # when its reader last took something

@@ -105,15 +105,15 @@ def _engine(
 
 
 _ENGINE = [
-    _engine("queue_seconds", "histogram", "From arrival in the scheduler to the first step that ran the request.", (), WORK_EDGES),
-    _engine("prefill_seconds", "histogram", "From the first step that ran the request to its first token computed.", (), WORK_EDGES),
+    _engine("queue_seconds", "histogram", "From arrival in the scheduler to admission into the batch.", (), WORK_EDGES),
+    _engine("prefill_seconds", "histogram", "From admission into the batch to the first token computed; steps whose token budget went to others included.", (), WORK_EDGES),
     _engine("decode_step_seconds", "histogram", "Duration of iterations that decoded only.", (), WORK_EDGES),
     _engine("step_seconds", "histogram", "Duration of every iteration, planning included.", (), WORK_EDGES),
     _engine("ttft_seconds", "histogram", "From the first request byte at the server to the first token computed.", (), TTFT_EDGES),
     _engine("token_interval_seconds", "histogram", "Between consecutive tokens of a sequence as computed.", (), GAP_EDGES),
     _engine("cancel_cleanup_seconds", "histogram", "From the abort seen by the scheduler to the last KV block free.", (), WORK_EDGES),
     _engine("requests", "gauge", "Requests by scheduler state.", ("state",)),
-    _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its first step; 0 when none waits."),
+    _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its admission into the batch; 0 when none waits."),
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),
     _engine("kv_blocks_cached", "gauge", "KV blocks that nobody holds, promised or not, with a prefix to reuse."),
     _engine("kv_blocks_paused", "gauge", "The part of the resident KV blocks that paused requests hold."),
@@ -127,6 +127,7 @@ _ENGINE = [
     _engine("first_token_early_seconds", "histogram", "How much earlier than admission predicted, or at that very moment, a first token was computed.", (), WORK_EDGES),
     _engine("cost_error_ratio", "gauge", "Step times as the cost model predicts them: |predicted - real| / real at quantile q of recent steps; absent before the first.", ("q",), optional=True),
     _engine("lengths_age_seconds", "gauge", "Age of the length table that policies read; absent without a table.", optional=True),
+    _engine("requests_offered_total", "counter", "Requests that arrived, whatever became of them; those that have not ended are in the engine."),
     _engine("requests_ended_total", "counter", "Requests that left the engine.", ("outcome",)),
     _engine("service_units_total", "counter", "Service received: declared weights of prompt and output tokens.", ("tenant",)),
     _engine("prompt_tokens_total", "counter", "Prompt tokens run."),

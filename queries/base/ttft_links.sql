@@ -8,8 +8,8 @@
 --     network_out     sidecar arrived - send; without a sidecar, server arrived - send
 --     sidecar         server arrived - sidecar arrived, and forwarded - received from upstream
 --     front_end       queued - server arrived
---     queue           prefill start - queued
---     prefill         first computed - prefill start
+--     queue           admitted into the batch - queued
+--     prefill         first computed - admitted, steps whose token budget went to others included
 --     first_emission  written - computed
 --     network_back    client receipt - forwarded, and sidecar receipt - written; without a sidecar, receipt - written
 --   Between two hops on different clocks neither direction is known: the difference of their durations (the outer's

@@ -31,8 +31,9 @@
 --   equal times in the order of request ids. Deadline: predicted stamp plus slack. A request meets it when its first
 --   token is computed by then, and misses it when it is computed later or when the request ended later without one. What
 --   left before its deadline without a first token, as all that was refused, tells neither. Where feasible was not
---   recorded it is slack >= 0. A prediction on another clock than the request's engine stamps is none. Admission acts on its predictions: the refused would have made the others later, so this calibrates what
---   was said of who stayed. Wilson's interval assumes independent requests, and requests of one queue are not.
+--   recorded it is slack >= 0. A prediction on another clock than the request's engine stamps is none. Admission acts on
+--   its predictions: the refused would have made the others later, so this calibrates what was said of who stayed.
+--   Wilson's interval assumes independent requests, and requests of one queue are not.
 with
 
 cohort as (

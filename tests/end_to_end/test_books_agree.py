@@ -93,6 +93,7 @@ def test_counters_and_gauges_agree_with_the_journal(tmp_path: Path, reuse: bool)
     assert {verdict for verdict, _ in said} == {"admit", "queue", "refuse"}
     outcomes = Counter(r["outcome"] for r in ends)
     assert {outcome: m[f'requests_ended_total{{outcome="{outcome}"}}'] for outcome in outcomes} == outcomes
+    assert m["requests_offered_total"] == sum(r["kind"] == "begin" for r in journal) == len(ends) == REQUESTS
     assert outcomes == {"completed": statuses[200], "failed": statuses[400] + statuses[429]}
 
     # At rest: nobody is alive, and the pool is as empty as after the last step.

@@ -215,6 +215,28 @@ def test_after_five_cancels_everything_is_accounted_for(served: Served) -> None:
             assert after[name] == before[name], name
 
 
+def test_who_was_offered_has_ended_or_is_alive(served: Served) -> None:
+    def offered_and_ended() -> tuple[float, float]:
+        m = served.metrics()
+        ended = sum(n for key, n in m.items() if key.startswith("sloscope_engine_requests_ended_total{"))
+        return m["sloscope_engine_requests_offered_total"], ended
+
+    def alive() -> float:
+        offered, ended = offered_and_ended()
+        return offered - ended
+
+    until(lambda: alive() == 0)
+    before, _ = offered_and_ended()
+    conversations = [served.stream(max_tokens=5000) for _ in range(5)]  # 4 run, 1 waits
+    for conversation in conversations:
+        conversation.read_head()
+    assert served.text(max_tokens=0).status_code == 400
+    until(lambda: offered_and_ended() == (before + 6, before + 1))
+    for conversation in conversations:
+        conversation.close()
+    until(lambda: offered_and_ended() == (before + 6, before + 6))
+
+
 def test_a_request_runs_on_untouched_while_others_leave(served: Served) -> None:
     asked = {"max_tokens": 400, "seed": 3}
     alone = texts(served.stream(**asked).whole())
@@ -369,7 +391,7 @@ def test_an_answer_length_that_was_not_asked_for_is_never_the_reason_of_a_refusa
     assert answer["usage"]["completion_tokens"] == 64 - 10
     refused = served.post(prompt=list(range(100, 110)), max_tokens=55)
     assert refused.status_code == 400
-    # 10 + 55 = 65 tokens: 5 blocks of 16
+    # 10 + 55 = 65 tokens: 3 blocks of 32
     assert "65 tokens need 3 KV blocks; accepted: at most 2" in refused.json()["error"]["message"]
     states = until(lambda: [r for r in served.journal() if r["kind"] == "state" and r["to_state"] == "REJECTED"])
     assert [state["reason"] for state in states] == ["kv_never_fits"]
