@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from reference_server.cost_model import OnlineFit
 from reference_server.forecast import Forecast, forecast, peak_blocks
-from reference_server.policies import Judgement, PrefillBudget, Reservation, View
+from reference_server.policies import Judgement, PrefillBudget, Reasons, Reservation, View
 from reference_server.remaining import Lengths
 from reference_server.request import Request, State
 from sloscope.units import NS_PER_S
@@ -73,6 +73,15 @@ class DeadlineAdmission:
     """
 
     name = "deadline"
+
+    reasons: Reasons = (
+        ("admit", "fits"),
+        ("queue", "arrived"),
+        ("queue", "behind"),
+        ("queue", "kv_unsafe"),
+        ("refuse", "deadline"),
+        ("refuse", "deadline_passed"),
+    )
 
     def __init__(
         self,

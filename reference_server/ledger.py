@@ -16,9 +16,8 @@ from sloscope.journal import JournalWriter
 
 LIVE_STATES = tuple(state for state in State if state not in ENDED)
 PAUSE_ENDS = {State.DECODE: "resumed", State.PREEMPTED: "preempted"}
-# What can be said of any engine; what only some policy says comes with its first use.
+# What any engine may say; its admission policy declares the rest.
 ADMISSIONS = (
-    ("admit", "fits"),
     ("queue", "no_slot"),
     ("queue", "no_kv"),
     ("refuse", "context"),
@@ -34,7 +33,7 @@ class Identity(NamedTuple):
     dtype: str
     device: str
     threads: int
-    policies: Mapping[str, str | bool]
+    policies: Mapping[str, str | float]
     ceilings: Mapping[str, float]
 
 
@@ -67,7 +66,7 @@ class Ledger:
             metrics.init("sloscope_engine_requests", (state,))
         for kind in ("resident", "reserved", "free"):
             metrics.init("sloscope_engine_kv_blocks", (kind,))
-        for decision in ADMISSIONS:
+        for decision in (*ADMISSIONS, *self._scheduler.policies.admission.reasons):
             metrics.init("sloscope_engine_admissions_total", decision)
         metrics.init("sloscope_engine_service_units_total", (metrics.bounded("tenant", ""),))
         metrics.init("sloscope_engine_pauses_total", ("flow_control",))

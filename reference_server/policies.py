@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from reference_server.scheduler import Limits, StepPlan
 
 
+Reasons = tuple[tuple[str, str], ...]  # verdict, reason
+
+
 class Judgement(NamedTuple):
     """What admission says of one request, and on what ground.
 
@@ -76,6 +79,7 @@ class Admission(Protocol):
 
     name: str  # as the command line says it
     late_refusals: bool  # a waiting request may still be refused, so its answer's headers wait until it runs
+    reasons: Reasons  # all verdicts that it may give
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement: ...
 
@@ -100,6 +104,7 @@ class AdmitAll:
 
     name = "none"
     late_refusals = False
+    reasons: Reasons = (("admit", "fits"),)
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement:
         return Judgement("admit", "fits")

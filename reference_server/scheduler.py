@@ -193,7 +193,9 @@ class Scheduler:
         if judgement.predicted_first_token_ns is not None:
             # A prediction is kept from the moment when it could still be acted on.
             request.queue_noted = True
-            self._decide(request, judgement._replace(verdict="queue"))
+            if judgement.verdict == "admit":  # nothing keeps it but the running iteration
+                judgement = judgement._replace(verdict="queue", reason="arrived")
+            self._decide(request, judgement)
         return None
 
     def cancel(self, key: str, reason: str) -> Request | None:

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from reference_server.admission import FEW, RECENT, DeadlineAdmission, Trust
 from reference_server.cost_model import CostModel, OnlineFit, shape_of
 from reference_server.kv_blocks import BlockPool
+from reference_server.ledger import ADMISSIONS
 from reference_server.policies import Admission, AdmitAll, Full, Judgement, Optimistic, Reservation, View
 from reference_server.prefill_budget import Static
 from reference_server.remaining import Curve, Lengths, LengthTable
 from reference_server.request import Request, State
-from reference_server.scheduler import Emitted, Limits, Policies, Scheduler, StepPlan
+from reference_server.scheduler import Decision, Emitted, Limits, Policies, Scheduler, StepPlan
 from reference_server.simulation import Arrival, Observer, Simulation
 from sloscope.units import NS_PER_S
 
@@ -202,6 +203,29 @@ def test_predictions_are_held_against_what_came() -> None:
     # At first the empty engine lets one in a second, so every other one; when 16 of them took half the time that was
     # predicted, all are let in.
     assert in_time == [i % 2 == 0 or i > 30 for i in range(40)]
+
+
+class Decisions(Observer):
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def decided(self, decision: Decision, now_ns: int) -> None:
+        self.seen.add(decision.judgement[:2])
+
+
+def test_what_it_may_say_is_declared_and_each_of_it_is_said() -> None:
+    """Once slots are short, once KV; once they come faster than they are served, once slower."""
+    draw, said = Random(3), Decisions()
+    for slots, blocks, every_ms in [(2, 40, 30), (2, 40, 500), (6, 10, 30), (6, 10, 500)]:
+        requests = [
+            asked(draw.randint(1, 40), draw.choice([None, 60, 400]), draw.choice([30, 200]), str(i), i * every_ms * MS)
+            for i in range(200)
+        ]
+        admission = deadline_admission(reservation=Optimistic())
+        policies = Policies(admission=admission, reservation=Optimistic(), budget=Static(16))
+        scheduler = Scheduler(Limits(slots, 4096, max_waiting=8), BlockPool(blocks, 32), policies=policies)
+        Simulation(scheduler, MODEL, map(Arrival, requests), [said]).run()
+    assert said.seen == {*admission.reasons, *ADMISSIONS} - {("refuse", "context"), ("refuse", "kv_never_fits")}
 
 
 requests_ahead = st.lists(st.integers(1, 60), max_size=6)

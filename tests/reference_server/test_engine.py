@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine
 from reference_server.kv_blocks import BlockPool
 from reference_server.ledger import Identity, Ledger
@@ -362,6 +363,7 @@ class Fickle:
 
     name = "fickle"
     late_refusals = True
+    reasons = (("queue", "not_yet"), ("refuse", "deadline"))
 
     def __init__(self) -> None:
         self.asked = 0
@@ -386,6 +388,21 @@ def test_where_admission_may_refuse_late_nobody_is_told_that_he_is_accepted(tmp_
     assert [(d["verdict"], d["reason"]) for d in decisions] == [("queue", "not_yet"), ("refuse", "deadline")]
     assert decisions[0]["feasible"] and not decisions[0]["resource_safe"] and decisions[0]["slack_ns"] == 4
     assert {d["policy"] for d in decisions} == {"fickle"} and decisions[0]["request_id"] == key
+    bench.close()
+
+
+def test_every_verdict_that_admission_may_give_is_counted_from_the_start(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, policies=assemble(PolicyChoice(admission="deadline")).policies)
+    m = _samples(bench.metrics.render().decode())
+    assert {name: count for name, count in m.items() if name.startswith("sloscope_engine_admissions_total")} == {
+        f'sloscope_engine_admissions_total{{reason="{reason}",verdict="{verdict}"}}': 0
+        for verdict, reasons in (
+            ("admit", ["fits"]),
+            ("queue", ["no_slot", "no_kv", "arrived", "behind", "kv_unsafe"]),
+            ("refuse", ["context", "kv_never_fits", "queue_full", "deadline", "deadline_passed"]),
+        )
+        for reason in reasons
+    }
     bench.close()
 
 
