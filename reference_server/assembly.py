@@ -15,7 +15,7 @@ from reference_server.remaining import GROUPINGS, EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
 from reference_server.scheduler import Policies
 from sloscope.errors import ConfigError
-from sloscope.units import NS_PER_S
+from sloscope.units import NS_PER_S, format_ns
 
 T = TypeVar("T")
 
@@ -43,15 +43,25 @@ class PolicyChoice:
     prefill_gap_ns: int = 100_000_000  # kept for decodes that declare no limit
     cost_model: str = ""
 
-    def names(self) -> dict[str, str]:
-        """For the journal."""
+    def names(self) -> dict[str, str | float]:
+        """For the journal; all but the service unit, which has fields of its own there. Of files the name alone."""
         chunk = str(self.prefill_tokens) if self.prefill_tokens else "whole"
         return {
             "order": self.order,
             "lanes": ",".join(self.lanes),
+            "lane_wait": format_ns(self.lane_wait_ns),
+            "quantum": self.quantum,
+            "longest_wait": format_ns(self.longest_wait_ns),
+            "tenant_weights": ",".join(f"{name}={weight:g}" for name, weight in sorted(self.tenant_weights.items())),
             "admission": self.admission,
+            "admission_doubt": self.admission_doubt,
             "reservation": self.reservation,
+            "lengths": Path(self.lengths).name,
+            "lengths_by": self.lengths_by,
+            "length_level": self.length_level,
             "prefill": f"slack, at most {chunk}" if self.prefill_slack else chunk,
+            "prefill_gap": format_ns(self.prefill_gap_ns),
+            "cost_model": Path(self.cost_model).name,
         }
 
 

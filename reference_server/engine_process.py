@@ -26,7 +26,7 @@ from sloscope.errors import SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
 from sloscope.output import message
-from sloscope.units import NS_PER_S
+from sloscope.units import NS_PER_S, format_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,13 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
         message(
             "calibrated: " + ", ".join(f"{name.removeprefix('ceiling_')} {rate:.3g}" for name, rate in ceilings.items())
         )
-    policies = config.policies.names() | {"prefix_reuse": config.prefix_reuse}
+    policies = config.policies.names() | {
+        "prefix_reuse": config.prefix_reuse,
+        "max_context": context,
+        "max_waiting": config.max_waiting,
+        "max_undelivered": config.max_undelivered,
+        "slow_reader_after": format_ns(config.slow_reader_ns),
+    }
     identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings)
     ledger.introduce(identity, clock.monotonic_ns(), clock.clock_id)
     spec = asdict(checkpoint.tokenizer)

@@ -30,9 +30,10 @@ class ServiceUnit:
     output: float = 2
 
     def __post_init__(self) -> None:
-        if not (0 <= self.prompt < math.inf and 0 < self.output < math.inf):
-            given = f"prompt {self.prompt:g}, output {self.output:g}"
-            raise ConfigError(f"service unit: {given}; accepted: prompt 0 or more, output above 0")
+        if not 0 <= self.prompt < math.inf:
+            raise ConfigError(f"--unit-prompt: {self.prompt:g}; accepted: 0 or more")
+        if not 0 < self.output < math.inf:
+            raise ConfigError(f"--unit-output: {self.output:g}; accepted: above 0")
 
     def of(self, prompt_tokens: int, output_tokens: int) -> float:
         return self.prompt * prompt_tokens + self.output * output_tokens
@@ -71,7 +72,7 @@ def least_share(total: float, weight: float, other_weights: list[float], gap: fl
 
 def checked_weight(tenant: str, weight: float) -> float:
     if not 0 < weight < math.inf:
-        raise ConfigError(f"weight of tenant {tenant}: {weight:g}; accepted: above 0")
+        raise ConfigError(f"--tenant-weights: {tenant}: {weight:g}; accepted: above 0")
     return float(weight)
 
 
@@ -309,7 +310,7 @@ class DeficitRoundRobin(TenantOrder):
         max_idle: int = MAX_IDLE,
     ) -> None:
         if not 0 < quantum < math.inf:
-            raise ConfigError(f"quantum: {quantum:g} service units; accepted: above 0")
+            raise ConfigError(f"--quantum: {quantum:g} service units; accepted: above 0")
         super().__init__(unit, weights, max_idle)
         self.quantum = quantum
 

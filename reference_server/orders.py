@@ -68,7 +68,7 @@ class EarliestDeadline(Fcfs):
 
     def __init__(self, longest_wait_ns: int = LONGEST_WAIT_NS) -> None:
         if longest_wait_ns <= 0:
-            raise ConfigError(f"longest wait: {longest_wait_ns} ns; accepted: above 0")
+            raise ConfigError(f"--longest-wait: {longest_wait_ns} ns; accepted: above 0")
         super().__init__()
         self.longest_wait_ns = longest_wait_ns
 
@@ -96,7 +96,7 @@ class Lanes:
 
     def __init__(self, make_order: Callable[[], QueueOrder], starvation_ns: int) -> None:
         if starvation_ns <= 0:
-            raise ConfigError(f"starvation bound: {starvation_ns} ns; accepted: above 0")
+            raise ConfigError(f"--lane-wait: {starvation_ns} ns; accepted: above 0")
         self._make_order = make_order
         self.starvation_ns = starvation_ns
         self._lanes: dict[int, _Lane] = {}
@@ -187,7 +187,7 @@ def make_order(name: str, options: OrderOptions | None = None) -> QueueOrder:
     """The order of that name; with a starvation bound, one per priority lane."""
     options = options or OrderOptions()
     if name not in ORDERS:
-        raise ConfigError(f"order: {name!r}; accepted: {', '.join(ORDERS)}")
+        raise ConfigError(f"--order: {name!r}; accepted: {', '.join(ORDERS)}")
     make = ORDERS[name]
     if options.starvation_ns is None:
         return make(options)

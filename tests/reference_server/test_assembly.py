@@ -1,3 +1,4 @@
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -67,15 +68,16 @@ def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choice", "text"),
     [
-        (PolicyChoice(order="lifo"), "order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
+        (PolicyChoice(order="lifo"), "--order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
         (PolicyChoice(admission="maybe"), "--admission: 'maybe'; accepted: none, deadline"),
         (PolicyChoice(reservation="half"), "--reservation: 'half'; accepted: full, optimistic, estimate"),
         (PolicyChoice(reservation="estimate"), "'estimate' needs lengths; accepted: together with --lengths FILE"),
         (PolicyChoice(lengths_by="colour"), "--lengths-by: 'colour'; accepted: class, tenant"),
         (PolicyChoice(lengths="/nowhere.json"), "cannot be read"),
         (PolicyChoice(cost_model="/nowhere.json"), "--cost-model: '/nowhere.json'"),
-        (PolicyChoice(unit_output=0), "service unit"),
-        (PolicyChoice(order="vtc", tenant_weights={"a": -1}), "weight"),
+        (PolicyChoice(unit_output=0), "--unit-output: 0; accepted: above 0"),
+        (PolicyChoice(unit_prompt=-1), "--unit-prompt: -1; accepted: 0 or more"),
+        (PolicyChoice(order="vtc", tenant_weights={"a": -1}), "--tenant-weights: a: -1"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(choice: PolicyChoice, text: str) -> None:
@@ -84,12 +86,44 @@ def test_what_cannot_be_is_said_in_one_line(choice: PolicyChoice, text: str) -> 
     assert text in str(error.value) and "\n" not in str(error.value)
 
 
-def test_the_journal_names_every_choice() -> None:
-    names = PolicyChoice(order="vtc", lanes=("a", "b"), prefill_tokens=64, prefill_slack=True).names()
+def test_the_journal_names_every_choice_and_of_files_no_directory() -> None:
+    names = PolicyChoice(
+        order="vtc",
+        lanes=("a", "b"),
+        tenant_weights={"gold": 4, "free": 0.5},
+        lengths="/secret/lengths.json",
+        prefill_tokens=64,
+        prefill_slack=True,
+        cost_model="/secret/cost.json",
+    ).names()
     assert names == {
         "order": "vtc",
         "lanes": "a,b",
+        "lane_wait": "10s",
+        "quantum": 1024,
+        "longest_wait": "1m",
+        "tenant_weights": "free=0.5,gold=4",
         "admission": "none",
+        "admission_doubt": 0.25,
         "reservation": "full",
+        "lengths": "lengths.json",
+        "lengths_by": "class",
+        "length_level": 0.9,
         "prefill": "slack, at most 64",
+        "prefill_gap": "100ms",
+        "cost_model": "cost.json",
     }
+
+
+# Other values than the defaults; the service unit has fields of its own in the journal.
+OTHERS = PolicyChoice(
+    "edf", ("a",), 1, 1, 1, 1, 1, {"a": 2}, "deadline", 0.5, "optimistic", "l", "tenant", 0.5, 1, True, 1, "c"
+)
+
+
+@pytest.mark.parametrize(
+    "name", [field.name for field in fields(PolicyChoice) if field.name not in ("unit_prompt", "unit_output")]
+)
+def test_two_engines_that_differ_in_one_choice_differ_in_the_journal(name: str) -> None:
+    other = getattr(OTHERS, name)
+    assert replace(PolicyChoice(), **{name: other}).names() != PolicyChoice().names()

@@ -362,7 +362,15 @@ def test_being_forgotten_for_want_of_room_earns_nothing():
     assert keys(order) == ["held", "again"]
 
 
-@pytest.mark.parametrize("unit", [(-1, 2), (1, 0), (float("nan"), 1), (1, float("inf"))])
-def test_a_service_unit_that_cannot_be_is_refused(unit: tuple[float, float]):
-    with pytest.raises(ConfigError, match="accepted: prompt 0 or more, output above 0"):
+@pytest.mark.parametrize(
+    ("unit", "said"),
+    [
+        ((-1, 2), "--unit-prompt: -1; accepted: 0 or more"),
+        ((1, 0), "--unit-output: 0; accepted: above 0"),
+        ((float("nan"), 1), "--unit-prompt: nan; accepted: 0 or more"),
+        ((1, float("inf")), "--unit-output: inf; accepted: above 0"),
+    ],
+)
+def test_a_service_unit_that_cannot_be_is_refused(unit: tuple[float, float], said: str):
+    with pytest.raises(ConfigError, match=said):
         ServiceUnit(*unit)

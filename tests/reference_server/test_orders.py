@@ -227,12 +227,12 @@ def test_an_order_is_chosen_by_name():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("lifo", {}, "order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
-        ("edf", {"longest_wait_ns": 0}, "longest wait: 0 ns; accepted: above 0"),
-        ("drr", {"quantum": 0}, "quantum: 0 service units; accepted: above 0"),
-        ("vtc", {"weights": {"a": -1}}, "weight of tenant a: -1; accepted: above 0"),
-        ("vtc", {"weights": {"a": float("nan")}}, "weight of tenant a: nan; accepted: above 0"),
-        ("fcfs", {"starvation_ns": -5}, "starvation bound: -5 ns; accepted: above 0"),
+        ("lifo", {}, "--order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
+        ("edf", {"longest_wait_ns": 0}, "--longest-wait: 0 ns; accepted: above 0"),
+        ("drr", {"quantum": 0}, "--quantum: 0 service units; accepted: above 0"),
+        ("vtc", {"weights": {"a": -1}}, "--tenant-weights: a: -1; accepted: above 0"),
+        ("vtc", {"weights": {"a": float("nan")}}, "--tenant-weights: a: nan; accepted: above 0"),
+        ("fcfs", {"starvation_ns": -5}, "--lane-wait: -5 ns; accepted: above 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(name: str, options: dict[str, object], message: str):
