@@ -13,8 +13,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.engine_steps import RealEngine, describe_fit, fit_held_out, options_of, save
-from reference_server.cost_model import CostModel, FitError, StepShape
+from benchmarks.engine_steps import RealEngine, describe_fit, options_of, save
+from reference_server.cost_fit import HeldOutFit, fit_held_out
+from reference_server.cost_model import CostModel, StepShape
 from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.policies import PrefillBudget
 from reference_server.prefill_budget import DecodeSlack, Static
@@ -113,20 +114,18 @@ def row(name: object, seen: list[Seen]) -> dict[str, object]:
     }
 
 
-def real_runs(
-    engine: RealEngine, asked: argparse.Namespace
-) -> tuple[dict[int | str | None, list[Seen]], CostModel, FitError]:
+def real_runs(engine: RealEngine, asked: argparse.Namespace) -> tuple[dict[int | str | None, list[Seen]], HeldOutFit]:
     """The budgets take turns. The slack budget goes by a model that is fitted to what ran before."""
     seen: dict[int | str | None, list[Seen]] = {budget: [] for budget in (*BUDGETS, SLACK)}
     for _ in range(asked.runs):
         for size in BUDGETS:
             seen[size].append(run(engine, Static(size), asked, None))
             message(f"budget {size}: {seen[size][-1]}")
-        fitted, error = fit_held_out(engine.samples)
+        fitted = fit_held_out(engine.samples)
         step_ns = statistics.median(each.median_step_ns for of in seen.values() for each in of)
-        seen[SLACK].append(run(engine, slack_budget(fitted), asked, round(SLACK_GAP * step_ns)))
+        seen[SLACK].append(run(engine, slack_budget(fitted.model), asked, round(SLACK_GAP * step_ns)))
         message(f"budget {SLACK}: {seen[SLACK][-1]}")
-    return seen, fitted, error
+    return seen, fitted
 
 
 def simulated_rows(engine: SimulatedEngine, cost: CostModel, asked: argparse.Namespace) -> list[dict[str, object]]:
@@ -160,9 +159,9 @@ def main() -> None:
     kv_tokens += BLOCK_TOKENS
     if asked.only != "simulated":
         engine = RealEngine(asked.model, kv_tokens, asked.threads)
-        seen, fitted, error = real_runs(engine, asked)
-        message(describe_fit(fitted, error))
-        cost = cost or fitted
+        seen, fitted = real_runs(engine, asked)
+        message(describe_fit(fitted))
+        cost = cost or fitted.model
         rows["real"] = [row(name, each) for name, each in seen.items()]
         print_rows(rows["real"], asked.format, title=f"real: {asked.model}, medians of {asked.runs} runs")
     if asked.only != "real":

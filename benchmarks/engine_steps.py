@@ -6,12 +6,13 @@ import os
 import platform
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from reference_server.cost_model import CostModel, FitError, Sample, error_of, fit, shape_of
+from reference_server.cost_fit import HeldOutFit, fit_held_out
+from reference_server.cost_model import CostModel, Sample, shape_of
 from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.loader import load_checkpoint, make_runner
 from reference_server.model_store import resolve_model
@@ -22,7 +23,6 @@ from reference_server.scheduler import Limits, Policies, Scheduler
 from reference_server.step_types import SamplingParams
 from sloscope.output import message
 
-HELD_OUT_EVERY = 5
 MASKED = SamplingParams(mask_eos=True)  # answers end where the test says
 
 
@@ -83,14 +83,6 @@ def record_mixed_steps(engine: RealEngine, slots: int, requests: int, longest_pr
             engine.step()
 
 
-def fit_held_out(samples: Sequence[Sample]) -> tuple[CostModel, FitError]:
-    """Its error over every fifth step, which the fit does not see."""
-    held_out = samples[::HELD_OUT_EVERY]
-    seen = [sample for i, sample in enumerate(samples) if i % HELD_OUT_EVERY]
-    model, _ = fit(seen)
-    return model, error_of(model, held_out)
-
-
 def cost_model(path: Path | None, model: str, threads: int) -> CostModel:
     """From a file, or measured here and now."""
     if path is not None:
@@ -98,13 +90,14 @@ def cost_model(path: Path | None, model: str, threads: int) -> CostModel:
     message(f"measuring the steps of {model} (--cost-model FILE takes a recorded fit instead)")
     engine = RealEngine(model, 32_768, threads)
     record_mixed_steps(engine, slots=16, requests=24, longest_prompt=1200)
-    fitted, error = fit_held_out(engine.samples)
-    message(describe_fit(fitted, error))
-    return fitted
+    fitted = fit_held_out(engine.samples)
+    message(describe_fit(fitted))
+    return fitted.model
 
 
-def describe_fit(model: CostModel, error: FitError) -> str:
-    terms = ", ".join(f"{name} {value:.0f}" for name, value in json.loads(model.to_json()).items())
+def describe_fit(fitted: HeldOutFit) -> str:
+    terms = ", ".join(f"{name} {value:.0f}" for name, value in json.loads(fitted.model.to_json()).items())
+    error = fitted.error
     return (
         f"cost model: {terms}; error over {error.n} steps that the fit did not see: median "
         f"{error.median or 0:.1%}, p90 {error.p90 or 0:.1%}, bias {error.bias or 0:+.1%}"
