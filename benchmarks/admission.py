@@ -1,23 +1,26 @@
 """How many keep their contract at 1.5 times the load that can be sustained: all let in, or deadline admission.
 
 Simulated: the highest rate at which first come, first served qualifies 99 % is found by bisection; then ten minutes of
-1.5 times it under both, with a cost model of this machine's steps. Real (`--real`): a shorter trace at the same rate
-through `sloscope serve` and `sloscope replay`, one run of each. The contract is a multiple of a full step's time, so
-that it means the same on any machine. `python -m benchmarks.admission --real`.
+1.5 times it under both. Steps take what a cost model of this machine says, with noise. Admission is not told it: it
+learns from the steps as they end, and begins with no model, or with one that is off by a factor. Real (`--real`): a
+shorter trace at the same rate through `sloscope serve` and `sloscope replay`, one run of each. The contract is a
+multiple of a full step's time, so that it means the same on any machine. `python -m benchmarks.admission --real`.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.engine_steps import cost_model, options_of, save
 from benchmarks.load import (
+    SERVER,
+    Learning,
     Server,
-    admit_all,
     arrivals,
+    common_options,
     count_qualified,
     deadline_admission,
     earlier_lengths,
@@ -26,19 +29,19 @@ from benchmarks.load import (
     simulate,
     synthetic,
 )
-from reference_server.cost_model import CostModel
-from reference_server.kv_blocks import BLOCK_TOKENS
-from reference_server.policies import Admission
+from reference_server.cost_model import CostModel, OnlineFit
+from reference_server.remaining import LengthTable
 from reference_server.simulation import Result
 from sloscope.contract import from_shorthand
 from sloscope.definitions import nearest_rank
 from sloscope.demo.processes import Stage, ask
-from sloscope.output import FORMATS, message, print_rows
+from sloscope.output import message, print_rows
 from sloscope.units import NS_PER_S
 
 ATTAINMENT = 0.99
 TTFT_STEPS, GAP_STEPS = 40, 4
 SEARCHES = 7
+PRIOR_FACTORS = (0.5, 2.0)
 FCFS, DEADLINE, INFORMED = "everybody", "deadline, lengths unknown", "deadline, earlier lengths"
 
 
@@ -76,15 +79,20 @@ def simulated_rows(asked: argparse.Namespace, server: Server, cost: CostModel, r
     trace = synthetic(rate, asked.seconds, asked.lengths)
     requests, contract = planned(trace, goodput, asked.seed)
     lengths = earlier_lengths(trace, goodput, asked.seed + 1)
-    policies: dict[str, Callable[[CostModel, Server], Admission]] = {
-        FCFS: admit_all,
-        DEADLINE: deadline_admission,
-        INFORMED: lambda cost, server: deadline_admission(cost, server, lengths),
-    }
+    choices: list[tuple[str, float | None, LengthTable | None]] = [
+        (FCFS, None, None),
+        (DEADLINE, None, None),
+        (INFORMED, None, lengths),
+        *((f"{INFORMED}, steps x{factor:g} at first", factor, lengths) for factor in PRIOR_FACTORS),
+    ]
     rows = []
-    for name, admission in policies.items():
+    for name, factor, known in choices:
+        costs = OnlineFit(None if factor is None else cost.scaled(factor))
+        admission = None if name == FCFS else deadline_admission(costs, server, known)
         arriving = arrivals(requests, contract, server)
-        simulation = simulate(arriving, server, cost, admission=admission, noise=asked.noise)
+        simulation = simulate(
+            arriving, server, cost, admission=admission, noise=asked.noise, observers=[Learning(costs)]
+        )
         results = list(simulation.results.values())
         row = {
             "policy": name,
@@ -92,7 +100,9 @@ def simulated_rows(asked: argparse.Namespace, server: Server, cost: CostModel, r
             "qualified": count_qualified(results, contract),
             "refused": sum(result.ended == ("failed", "rejected") for result in results),
         }
-        rows.append(row | _attained(row) | errors(results) | {"steps": simulation.steps})
+        error = None if admission is None else costs.error().median
+        of_steps = {"steps": simulation.steps, "step_error_p50": None if error is None else round(error, 3)}
+        rows.append(row | _attained(row) | errors(results) | of_steps)
     return _with_ratio(rows)
 
 
@@ -185,15 +195,7 @@ def _calibration(events: Path, goodput: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="builtin-14m", help="as for `sloscope serve` (default: builtin-14m)")
-    parser.add_argument("--cost-model", type=Path, help="a recorded fit; default: measured at the start")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads (default: 1)")
-    parser.add_argument(
-        "--lengths",
-        default="prompt_p50=128&prompt_sigma=0.8&output_p50=32&output_sigma=0.7",
-        help="of prompts and outputs, as in a synthetic trace (default: medians of 128 and 32 tokens)",
-    )
+    parser = common_options(__doc__)
     parser.add_argument("--goodput", help=f"contract in ms; default: {TTFT_STEPS} and {GAP_STEPS} full steps")
     parser.add_argument("--overload", type=float, default=1.5, help="times the sustainable rate (default: 1.5)")
     parser.add_argument("--seconds", type=float, default=600, help="simulated (default: 600)")
@@ -205,11 +207,8 @@ def main() -> None:
     parser.add_argument(
         "--real-seconds", type=float, help="of the real trace; default: 20 times the TTFT limit, 45 to 150"
     )
-    parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
-    parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
     asked = parser.parse_args()
-    server = Server(slots=16, kv_tokens=16_384, block_tokens=BLOCK_TOKENS, max_context=2048, prefill_tokens=256)
+    server = SERVER
     cost = cost_model(asked.cost_model, asked.model, asked.threads)
     goodput = asked.goodput or contract_of(cost, server)
     rate = asked.overload * sustainable_rate(asked, server, cost, goodput)
