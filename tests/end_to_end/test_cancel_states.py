@@ -4,18 +4,19 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from sloscope.demo.processes import ask
 from sloscope.ids import new_request_id
+from sloscope.records import Record
 from tests.end_to_end.support import Follower
 from tests.reference_server.serving import WAYS_TO_LEAVE, Conversation, Served, leave, until
 
@@ -26,6 +27,8 @@ AT_ONCE = 32
 SEED = 20261130
 # When to leave: at once, in a state of the engine's, after some tokens, or when the last is on its way.
 MOMENTS = ("at_once", "WAITING", "PREFILL", "DECODE", "PAUSED", "first_token", "some_tokens", "last_token")
+PREEMPTED_CLIENTS = 30
+ENDED, CLEANUP = "sloscope_engine_requests_ended_total{", "sloscope_engine_cancel_cleanup_seconds"
 
 
 class States:
@@ -46,7 +49,7 @@ class States:
 
     def wait_for(self, request_id: str, state: str) -> None:
         """Until it is in that state or past it."""
-        order = ("WAITING", "PREFILL", "DECODE", "PAUSED")
+        order = ("WAITING", "PREFILL", "DECODE", "PAUSED", "PREEMPTED")
         wanted = {*order[order.index(state) :], "FINISHED", "CANCELLED", "REJECTED"}
         with self._changed:
             assert self._changed.wait_for(lambda: self._states.get(request_id) in wanted, 60), (request_id, state)
@@ -65,12 +68,12 @@ class States:
 def leave_at(served: Served, states: States, random: Random, moment: str) -> str:
     request_id = new_request_id()
     stream = moment in ("PAUSED", "first_token", "some_tokens", "last_token") or random.random() < 0.5
-    tokens = random.randrange(2, 12) if moment == "last_token" else 400
+    tokens = {"last_token": random.randrange(2, 12), "PREEMPTED": 200}.get(moment, 400)
     prompt = [random.randrange(100, 200) for _ in range(random.randrange(300, 600) if moment == "PREFILL" else 8)]
     body = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "stream": stream}
     headers = {"x-sloscope-request-id": request_id}
     talk = Conversation(served.port, body, headers, receive_buffer=2048 if moment == "PAUSED" else 0)
-    if moment in ("WAITING", "PREFILL", "DECODE", "PAUSED"):
+    if moment.isupper():
         states.wait_for(request_id, moment)
         time.sleep(random.random() / 100)
     elif moment != "at_once":
@@ -99,28 +102,32 @@ def buckets(metrics: dict[str, float], name: str) -> list[tuple[str, int]]:
     return [(edge, n) for edge, n in counts if n]
 
 
-def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path) -> None:
-    served = Served(
-        tmp_path, "--max-batch", "8", "--max-waiting", "1000", "--prefill-tokens", "32", "--max-undelivered", "32",
-        "--slow-reader-after", "120s", "--send-buffer", "4096",
-    )  # fmt: skip
-    before = served.metrics()
-    states, random = States(served.events), Random(SEED)
-    jobs = [(Random(random.random()), random.choice(MOMENTS)) for _ in range(CLIENTS)]
-    began = time.monotonic()
-    with states.followed(), ThreadPoolExecutor(AT_ONCE) as pool:
+def run_clients(served: Served, jobs: Sequence[tuple[Random, str]], at_once: int) -> list[str]:
+    """Their request ids, when all have ended."""
+    states = States(served.events)
+    with states.followed(), ThreadPoolExecutor(at_once) as pool:
         ids = list(pool.map(lambda job: leave_at(served, states, *job), jobs))
-    ended = "sloscope_engine_requests_ended_total{"
-    until(lambda: sum(n for key, n in served.metrics().items() if key.startswith(ended)) == CLIENTS, 60)
-    took_s = time.monotonic() - began
+    until(lambda: sum(n for key, n in served.metrics().items() if key.startswith(ENDED)) == len(ids), 60)
+    return ids
+
+
+def metrics_at_rest(served: Served, before: dict[str, float]) -> dict[str, float]:
+    """When nothing is left behind, compared with before the clients came."""
     idle = ("sloscope_engine_kv_blocks", "sloscope_engine_requests{", "sloscope_engine_undelivered")
     at_rest = {key: n for key, n in before.items() if key.startswith(idle)}
     assert at_rest['sloscope_engine_kv_blocks{kind="free"}'] > 0
     until(lambda: at_rest.items() <= served.metrics().items())
-    metrics = served.metrics()
-    assert served.stop() == 0
+    return served.metrics()
 
-    journal = served.journal()
+
+class Books(NamedTuple):
+    outcomes: Counter[str]
+    left_from: Counter[str]  # cancelled in the engine, by the state before
+    cleanups_ns: list[int]  # one for each of them, sorted
+
+
+def check_books(journal: Sequence[Record], metrics: dict[str, float], ids: Sequence[str]) -> Books:
+    """Journal and metrics agree, and whoever came has ended once."""
     of_kind: dict[str, list[Any]] = {kind: [] for kind in ("begin", "end", "state", "late", "step")}
     for record in journal:
         if record["kind"] in of_kind:
@@ -129,8 +136,8 @@ def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path
     offered, over = (sorted(r["request_id"] for r in of_kind[kind]) for kind in ("begin", "end"))
     assert offered == over == sorted(ids)
     outcomes = Counter(r["outcome"] for r in of_kind["end"])
-    assert outcomes == {outcome: metrics[f'{ended}outcome="{outcome}"}}'] for outcome in outcomes}
-    assert outcomes.keys() <= {"cancelled", "completed"} and outcomes["cancelled"] >= CANCELS
+    assert outcomes == {outcome: metrics[f'{ENDED}outcome="{outcome}"}}'] for outcome in outcomes}
+    assert outcomes.keys() <= {"cancelled", "completed"}
     assert {r["reason"] for r in of_kind["end"] if r["outcome"] == "cancelled"} == {"disconnect"}
     # In the engine: from arrival to exactly one end.
     moves = of_kind["state"]
@@ -138,8 +145,6 @@ def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path
     over = sorted(r["request_id"] for r in moves if r["to_state"] in ("FINISHED", "CANCELLED"))
     assert arrived == over and set(arrived) <= set(ids) and len(set(arrived)) == len(arrived)
     cancelled = {r["request_id"]: r for r in moves if r["to_state"] == "CANCELLED"}
-    left_from = Counter(r["from_state"] for r in cancelled.values())
-    assert all(left_from[state] >= CANCELS / 50 for state in ("WAITING", "PREFILL", "DECODE", "PAUSED")), left_from
     # Every abort that the engine saw has its two stamps, one sample, and no step after it.
     aborts = {r["request_id"]: r for r in of_kind["late"] if "abort_seen_ns" in r}
     closed = {r["request_id"]: r["socket_closed_ns"] for r in of_kind["late"] if "socket_closed_ns" in r}
@@ -153,23 +158,56 @@ def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path
             i in aborts and step["start_ns"] > aborts[i]["abort_seen_ns"]
             for i in step["decode_ids"] + step["prefill_ids"]
         )
-    name = "sloscope_engine_cancel_cleanup_seconds"
-    assert metrics[f"{name}_count"] == len(aborts)
     cleanups_ns = sorted(abort["kv_freed_ns"] - abort["abort_seen_ns"] for abort in aborts.values())
-    assert metrics[f"{name}_sum"] == pytest.approx(sum(cleanups_ns) / 1e9, rel=1e-6)
+    assert metrics[f"{CLEANUP}_count"] == len(aborts)
+    assert metrics[f"{CLEANUP}_sum"] == pytest.approx(sum(cleanups_ns) / 1e9, rel=1e-6)
+    return Books(outcomes, Counter(r["from_state"] for r in cancelled.values()), cleanups_ns)
+
+
+def test_a_thousand_cancels_at_random_states_leave_nothing_behind(tmp_path: Path) -> None:
+    served = Served(
+        tmp_path, "--max-batch", "8", "--max-waiting", "1000", "--prefill-tokens", "32", "--max-undelivered", "32",
+        "--slow-reader-after", "120s", "--send-buffer", "4096",
+    )  # fmt: skip
+    before, random = served.metrics(), Random(SEED)
+    began = time.monotonic()
+    jobs = [(Random(random.random()), random.choice(MOMENTS)) for _ in range(CLIENTS)]
+    ids = run_clients(served, jobs, AT_ONCE)
+    took_s = time.monotonic() - began
+    metrics = metrics_at_rest(served, before)
+    assert served.stop() == 0
+    outcomes, left_from, cleanups_ns = check_books(served.journal(), metrics, ids)
+    assert outcomes["cancelled"] >= CANCELS
+    assert all(left_from[state] >= CANCELS / 50 for state in ("WAITING", "PREFILL", "DECODE", "PAUSED")), left_from
 
     asked = ["cancel_cleanup", "--events", str(served.events), "--goodput", "ttft:300", "--observer", "engine"]
     rows = json.loads(ask("query", *asked, "--format", "json"))
     print(f"\n{CLIENTS} clients in {took_s:.0f} s, seed {SEED}; ended {dict(outcomes)}")
     print("cancelled in the engine from", dict(left_from))
-    print("cleanup, seconds at most: requests:", buckets(metrics, name))
+    print("cleanup, seconds at most: requests:", buckets(metrics, CLEANUP))
     for row in rows:
         print(row)
     to_abort, to_free, whole = rows
-    assert to_free["n"] == to_abort["n"] == whole["n"] == len(aborts)
+    aborts = len(cleanups_ns)
+    assert to_free["n"] == to_abort["n"] == whole["n"] == aborts
     assert [row["negative"] for row in rows] == [0, 0, 0] and to_free["unfinished"] == 0
     # Who left before the engine knew of it, or after it had ended there, has no abort.
     assert to_abort["cancelled"] == outcomes["cancelled"]
-    assert to_abort["unfinished"] == outcomes["cancelled"] - len(aborts)
+    assert to_abort["unfinished"] == outcomes["cancelled"] - aborts
     assert to_free["max_s"] == cleanups_ns[-1] / 1e9
-    assert to_free["p50_s"] == cleanups_ns[(50 * len(aborts) + 99) // 100 - 1] / 1e9  # nearest rank
+    assert to_free["p50_s"] == cleanups_ns[(50 * aborts + 99) // 100 - 1] / 1e9  # nearest rank
+
+
+def test_cancels_of_preempted_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    # Four of 13 blocks in the end (8 + 200 tokens), and 16 are there: whoever came last gives its KV back, and gets it
+    # again only when another one has ended.
+    served = Served(
+        tmp_path, "--max-batch", "4", "--reservation", "optimistic", "--kv-blocks", "16", "--block-tokens", "16"
+    )
+    before, random = served.metrics(), Random(SEED)
+    ids = run_clients(served, [(Random(random.random()), "PREEMPTED") for _ in range(PREEMPTED_CLIENTS)], 8)
+    metrics = metrics_at_rest(served, before)
+    assert served.stop() == 0
+    outcomes, left_from, _ = check_books(served.journal(), metrics, ids)
+    print(f"\n{len(ids)} clients, seed {SEED}; ended {dict(outcomes)}; cancelled from {dict(left_from)}")
+    assert left_from["PREEMPTED"] >= PREEMPTED_CLIENTS / 5, left_from
