@@ -19,10 +19,9 @@ READERS = 8
 TOKENS = 300
 WINDOW = 256  # a front end that a busy machine holds up is behind by less, so that only who does not read pauses
 PATIENCE_S = 3
-# Steps of the built-in model take some milliseconds; a busy machine makes one of a thousand take much longer.
-GAP_TO_MEDIAN_STEP = 50
-# Boundaries at which an abort may not have arrived yet: it travels while a step runs.
-STEPS_AFTER_CLOSE = 10
+# The step that runs when the socket closes was begun before. The front end sends the abort when it sees the close, and
+# the engine reads its inbox before each step: one more step begins only when that read came just before the abort.
+STEPS_AFTER_CLOSE = 1
 
 
 def read_all(served: Served, tokens: int) -> list[str]:
@@ -55,14 +54,16 @@ class Run:
     def median_step_ns(self) -> float:
         return median(step["end_ns"] - step["start_ns"] for step in self.steps)
 
-    def left_out(self, journal: Sequence[Record]) -> int:
-        """Steps without a request that had its first token before, and not yet its last."""
-        steps = {r["step_id"]: set(r["decode_ids"] + r["prefill_ids"]) for r in journal if r["kind"] == "step"}
-        count = 0
+    def check_steps(self, journal: Sequence[Record]) -> None:
+        """Each request has its tokens from steps that follow each other: it was in every one that ran, and none made
+        no token for it."""
+        ran = sorted(r["step_id"] for r in journal if r["kind"] == "step")
+        assert ran == list(range(ran[0], ran[-1] + 1)), "a step is not in the journal"
         for request_id in self.ids:
-            own = [step_id for r in self.emits if r["request_id"] == request_id for step_id in r["step_id"]]
-            count += sum(request_id not in batch for step, batch in steps.items() if own[0] <= step <= own[-1])
-        return count
+            in_batch = [r["step_id"] for r in self.steps if request_id in r["decode_ids"] + r["prefill_ids"]]
+            made = [step_id for r in self.emits if r["request_id"] == request_id for step_id in r["step_id"]]
+            assert made == list(range(made[0], made[0] + TOKENS)), f"{request_id}: a step left it out"
+            assert in_batch == made, f"{request_id}: it ran and has no token of it"
 
     def __str__(self) -> str:
         gap, step = self.largest_gap_ns() / 1e6, self.median_step_ns() / 1e6
@@ -82,7 +83,7 @@ def test_a_client_that_never_reads_pauses_only_itself_and_is_cut(tmp_path: Path)
     slow_id = new_request_id()
     body = {"model": "builtin", "prompt": "the river", "max_tokens": 4000, "stream": True}
     slow = Conversation(served.port, body, {"x-sloscope-request-id": slow_id}, receive_buffer=2048)
-    paused = until(lambda: (m := served.metrics())['sloscope_engine_requests{state="PAUSED"}'] == 1 and m)
+    paused = until(lambda: (m := served.metrics())['sloscope_engine_requests{state="PAUSED"}'] == 1 and m, 60)
     # 4 prompt tokens and 4000 more are 126 blocks of 32, promised in full and kept while it pauses.
     assert paused[resident] + paused[reserved] == 126 == before[free] - paused[free]
     assert paused["sloscope_engine_kv_blocks_paused"] == paused[resident] > 0
@@ -93,7 +94,7 @@ def test_a_client_that_never_reads_pauses_only_itself_and_is_cut(tmp_path: Path)
         beside += read_all(served, TOKENS)
     (end,) = served.records("end", slow_id)
     assert (end["outcome"], end["reason"]) == ("cancelled", "slow_reader")
-    until(lambda: served.metrics()[free] == before[free])
+    until(lambda: served.metrics()[free] == before[free], 60)
     after = served.metrics()
     assert after["sloscope_engine_kv_blocks_paused"] == after["sloscope_engine_undelivered_tokens"] == 0
     assert after['sloscope_engine_pause_seconds_count{end="slow_reader"}'] == 1
@@ -117,8 +118,7 @@ def test_a_client_that_never_reads_pauses_only_itself_and_is_cut(tmp_path: Path)
     control, run = Run(journal, alone), Run(journal, beside)
     print(f"\nwithout a slow reader: {control}\nbeside one:            {run}")
     for each in (control, run):
-        assert each.left_out(journal) == 0, "a step left out a request that was to have a token"
-        assert each.largest_gap_ns() <= GAP_TO_MEDIAN_STEP * each.median_step_ns()
+        each.check_steps(journal)
 
 
 def test_answers_that_are_sent_as_a_whole_stop_when_their_client_leaves(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_answers_that_are_sent_as_a_whole_stop_when_their_client_leaves(tmp_path
     for _ in range(3):
         group = {new_request_id(): random.choice(WAYS_TO_LEAVE) for _ in range(8)}
         talks = {i: served.stream({"x-sloscope-request-id": i}, max_tokens=4000, stream=False) for i in group}
-        until(lambda wanted=set(group): all_run(wanted), 20)
+        until(lambda wanted=set(group): all_run(wanted), 60)
         for request_id, how in group.items():
             leave(talks[request_id].socket, how)
         for request_id in group:
-            end = served.wait_for_end(request_id)
+            end = served.wait_for_end(request_id, 60)
             assert (end["outcome"], end["reason"], end["output_tokens"]) == ("cancelled", "disconnect", 0), seed
             talks[request_id].close()
         ids += group
