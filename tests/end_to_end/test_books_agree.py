@@ -62,6 +62,12 @@ def test_counters_and_gauges_agree_with_the_journal(tmp_path: Path, reuse: bool)
     )
     m = {key.removeprefix("sloscope_engine_"): n for key, n in metrics.items()}
 
+    (engine,) = (r for r in journal if r["kind"] == "engine")
+    assert engine["policies"].items() >= {
+        "order": "vtc", "reservation": "optimistic", "prefill": "32", "prefix_reuse": reuse, "max_waiting": 6,
+        "max_undelivered": 256, "slow_reader_after": "30s",
+    }.items()  # fmt: skip
+
     assert m["step_seconds_count"] == len(steps)
     assert m["decode_step_seconds_count"] == sum(not r["prefill_ids"] for r in steps)
     assert m["step_seconds_sum"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in steps) / 1e9)
