@@ -11,12 +11,14 @@ from tests.simulation.histories import DRAWN, World, history_of
 
 # Of eight orders. CI lives through 10,000; two thousand find most mistakes while one works.
 HISTORIES_EACH = int(os.environ.get("SLOSCOPE_HISTORIES", "2000")) // 8
-# None is excepted: the histories of each order make every move that the table allows.
+# None is excepted: the histories of each order make every move that the table allows, the rarest some
+# 15 times in 1250. In a few hundred it comes once or not at all.
+ENOUGH_FOR_EVERY_MOVE = 1000
 LEGAL = {(before, after) for before, allowed in TRANSITIONS.items() for after in allowed}
 
 
 def check_histories(order: str, record: Callable[[str, object], None], histories: int = HISTORIES_EACH) -> Counter[str]:
-    """Every promise after every step of random histories, in which every legal move occurs; how much ran in them."""
+    """Every promise after every step of random histories; if they are many, every legal move occurs. How much ran in them."""
     seen: Counter[str] = Counter()
     moves: set[tuple[State | None, State]] = set()
 
@@ -39,7 +41,9 @@ def check_histories(order: str, record: Callable[[str, object], None], histories
             moves.update(zip([None, *path], path, strict=False))
 
     live()
-    assert moves == LEGAL, f"never seen: {sorted(f'{before} to {after}' for before, after in LEGAL - moves)}"
+    assert moves <= LEGAL
+    if histories >= ENOUGH_FOR_EVERY_MOVE:
+        assert moves == LEGAL, f"never seen: {sorted(f'{before} to {after}' for before, after in LEGAL - moves)}"
     record("histories", seen["histories"])
     record("steps", seen["steps"])
     return seen
