@@ -18,7 +18,7 @@ LEGAL = {(before, after) for before, allowed in TRANSITIONS.items() for after in
 
 
 def check_histories(order: str, record: Callable[[str, object], None], histories: int = HISTORIES_EACH) -> Counter[str]:
-    """Every promise after every step of random histories; if they are many, every legal move occurs. How much ran in them."""
+    """Every promise after every step of random histories, and, of many, every legal move. How much ran in them."""
     seen: Counter[str] = Counter()
     moves: set[tuple[State | None, State]] = set()
 
