@@ -71,7 +71,7 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
         (["--max-context", "8"], "error: --max-context: 8 tokens; accepted: 0, or 16 and more"),
         (["--drain", "soon"], "error: --drain: 'soon' is not a duration"),
         (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
-        (["--order", "lifo"], "error: order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
+        (["--order", "lifo"], "error: --order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
         (["--reservation", "estimate"], "error: --reservation: 'estimate' needs lengths; accepted: together with"),
         (["--lengths", "nowhere.json"], "error: nowhere.json: cannot be read"),
         (["--lanes", "a,,b"], "error: --lanes: 'a,,b'; accepted: different names, joined by commas"),
