@@ -108,7 +108,8 @@ def test_twenty_kills_lose_no_request_and_no_written_record(tmp_path: Path) -> N
     assert len(lost) >= KILLS // 2, f"only {len(lost)} requests were cut by {KILLS} kills: there was no traffic"
     assert lost == {key for key, row in table.items() if row["sidecar_reason"] == "recorder_lost"}
     completed = sum(row["sidecar_outcome"] == "completed" for row in rows)
-    assert completed > len(lost), f"{completed} completed beside {len(lost)} cut: the sidecar did not come back to work"
+    # How many are cut depends on how long an answer takes on this machine; one for each kill says that it came back.
+    assert completed >= KILLS, f"{completed} completed beside {len(lost)} cut: the sidecar did not come back to work"
     print(
         f"{KILLS} kills: {len(begun_client)} begun at the client, {len(begun_sidecar)} at the sidecar, {len(late)} not "
         f"yet written when killed, {completed} completed, {len(lost)} cut and recorded as recorder_lost"

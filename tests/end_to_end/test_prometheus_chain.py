@@ -56,6 +56,17 @@ UNKNOWN, TOO_LONG = 3, 2  # requests of which no client reports a receipt
 # What has no data while nothing is wrong: a moment is marked only when the data plane came back. The last test brings
 # one about.
 ONLY_IN_TROUBLE = {"Data plane restarts"}
+# What this engine has no reason to say: it has no length table, predicts no first token, is not calibrated, and every
+# reader reads.
+NOT_OF_THIS_ENGINE = {
+    "Age of the length table",
+    "First token against its prediction",
+    "First tokens later than predicted",
+    "Modelled arithmetic",
+    "Modelled memory traffic",
+    "Pause p99 by how it ended",
+    "Work against measured ceilings",
+}
 
 
 @dataclass
@@ -286,7 +297,7 @@ def test_every_panel_rule_and_alert_answers(chain: Chain, capsys: pytest.Capture
         kinds[entry.kind] += 1
         if not values:
             empty.add(entry)
-    assert {entry.where.rpartition(" / ")[2] for entry in empty} == ONLY_IN_TROUBLE, empty
+    assert {entry.where.rpartition(" / ")[2] for entry in empty} == ONLY_IN_TROUBLE | NOT_OF_THIS_ENGINE, empty
     with capsys.disabled():
         print(f"  expressions with data: {dict(kinds)}, without: {len(empty)}")
 
