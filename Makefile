@@ -7,7 +7,7 @@ MODEL ?= builtin-14m
 TRACE ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo lab test check e2e generate bench clean
+.PHONY: help setup demo lab test check e2e generate clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -8,7 +8,7 @@ A step's tokens come flat: first the decode tokens, then each prefill in one pie
 
 Two ways to attend, neither with a loop over sequences:
 - Blockwise, for decodes with much KV on a CPU: each block meets the query of its owner where it lies in the pool, and
-  the parts of a sequence are put together afterwards. The KV is read once and never copied; a copy would cost more than
+  the parts of a sequence are put together afterwards. The KV is read once and not copied; a copy costs about as much as
   the attention.
 - Padded, for prefills, for decodes with little KV and for those on an accelerator: sequences of like lengths, their KV
   gathered side by side, in one call of the fused kernel. Prompts that begin need no gathering and no mask: they are

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sloscope.demo.processes import SLOSCOPE, Stage, ask
-from sloscope.journal import Tail, journal_files, read_journal
+from sloscope.journal import Tail, journal_files, read_journal, writer_of
 from tests.end_to_end.support import start_server, start_sidecar, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -108,8 +108,20 @@ def test_twenty_kills_lose_no_request_and_no_written_record(tmp_path: Path) -> N
     assert len(lost) >= KILLS // 2, f"only {len(lost)} requests were cut by {KILLS} kills: there was no traffic"
     assert lost == {key for key, row in table.items() if row["sidecar_reason"] == "recorder_lost"}
     completed = sum(row["sidecar_outcome"] == "completed" for row in rows)
-    # How many are cut depends on how long an answer takes on this machine; one for each kill says that it came back.
-    assert completed >= KILLS, f"{completed} completed beside {len(lost)} cut: the sidecar did not come back to work"
+    # How many are cut depends on how long an answer takes on this machine. That it came back to work is a completed
+    # answer in each life, which has files of its own; a life or two may be shorter than their first answer.
+    began: Counter[str] = Counter()
+    done: Counter[str] = Counter()
+    for path in journal_files(events):
+        if path.parent.name == "sidecar":
+            for record in read_journal(Tail(path)):
+                began[writer_of(path)] += record["kind"] == "begin"
+                done[writer_of(path)] += record["kind"] == "end" and record["outcome"] == "completed"
+    lives = [writer for writer, requests in began.items() if requests]
+    idle = [writer for writer in lives if not done[writer]]
+    assert len(lives) > KILLS and len(idle) <= KILLS // 10, (
+        f"{len(lives)} lives with requests, {len(idle)} completed none of them"
+    )
     print(
         f"{KILLS} kills: {len(begun_client)} begun at the client, {len(begun_sidecar)} at the sidecar, {len(late)} not "
         f"yet written when killed, {completed} completed, {len(lost)} cut and recorded as recorder_lost"
