@@ -6,11 +6,12 @@
 --   what it ran counts, in sum at most the request's prompt: of a request that took over a prefix and was preempted later
 --   that may be too much. Where it did not record what it ran either, the whole prompt counts at the first step that ran
 --   some of it. An output token counts at the end of the step of its decode; the token that a prompt's last part brings
---   counts when the request leaves PREFILL for DECODE or FINISHED. `waiting` counts requests in WAITING or PREEMPTED from
---   this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count. All on the
---   engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The units are
---   those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A request without
---   a tenant is of tenant ''.
+--   counts at the end of the step that ran this part, where the request leaves PREFILL for DECODE or FINISHED: one that
+--   ends between two steps, by its text and while it is run again, brings none. `waiting` counts requests in WAITING or
+--   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count.
+--   All on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The
+--   units are those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A
+--   request without a tenant is of tenant ''.
 with
 
 seen as (
@@ -44,6 +45,7 @@ tenants as (
 prompt_parts as (
     select
         step_requests.engine_id,
+        step_requests.request_id,
         tenants.tenant,
         steps.end_ns as at_ns,
         tenants.prompt_tokens,
@@ -87,8 +89,13 @@ changes as (
         tenants.tenant,
         states.at_ns,
         0 as prompt_tokens,
-        case when states.from_state = 'PREFILL' and states.to_state in ('DECODE', 'FINISHED') then 1 else 0 end
-            as output_tokens,
+        case
+            when
+                states.from_state = 'PREFILL' and states.to_state in ('DECODE', 'FINISHED')
+                and prompt_parts.request_id is not null
+                then 1
+            else 0
+        end as output_tokens,
         case
             when states.to_state = 'WAITING' or states.to_state = 'PREEMPTED' and states.from_state <> 'PAUSED' then 1
             else 0
@@ -106,6 +113,11 @@ changes as (
         from states
     ) as states
     inner join tenants on states.request_id = tenants.request_id
+    left join prompt_parts
+        on
+            states.engine_id = prompt_parts.engine_id
+            and states.request_id = prompt_parts.request_id
+            and states.at_ns = prompt_parts.at_ns
 ),
 
 by_stamp as (

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 
+from queries.runner import Session
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine import Engine
 from reference_server.kv_blocks import BlockPool
 from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, FrameBuffer, LinkClosedError, Message, encode
 from reference_server.policies import Judgement, Optimistic, View
-from reference_server.request import Request
+from reference_server.prefill_budget import Static
+from reference_server.request import Request, State
 from reference_server.scheduler import Limits, Policies, Scheduler
 from sloscope import records
 from sloscope.clock import SystemClock
+from sloscope.contract import preset
 from sloscope.exposition import MetricStore
 from sloscope.ids import new_request_id
 from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
@@ -341,6 +344,40 @@ def test_a_preemption_is_recorded_with_the_step_after_it(tmp_path: Path) -> None
         for key, count in zip(s["prefill_ids"], s["prefill_charged_counts"], strict=True)
     ]
     assert charged == [(a, 4), (b, 4), (b, 0)]
+    bench.close()
+
+
+def test_an_answer_that_ends_in_its_text_while_it_is_run_again_is_served_what_the_engine_counted(
+    tmp_path: Path,
+) -> None:
+    """No step ended it, so its leaving PREFILL brought no token."""
+    bench = Bench(tmp_path, blocks=6, policies=Policies(reservation=Optimistic(), budget=Static(4)))
+    bench.new(prompt=4, max_tokens=12)
+    b = bench.new(prompt=4, max_tokens=12, tenant="t1")
+    bench.turn()
+    request = bench.engine.scheduler.get(b)
+    assert request is not None
+    while not request.preemptions:
+        bench.turn()
+    while request.state is not State.PREFILL:
+        bench.turn()
+    made = len(request.output)
+    assert made and 0 < request.computed < request.tokens, "in the middle of its recomputation"
+    bench.tell({"op": "finish", "key": b})
+    bench.turn()
+    assert [bench.records("state")[-1][name] for name in ("from_state", "to_state")] == ["PREFILL", "FINISHED"]
+    bench.new()  # the steps go on after it, so it ended among those that are asked for
+    bench.turn(4)
+    m = _samples(bench.metrics.render().decode())
+    assert m['sloscope_engine_service_units_total{tenant="t1"}'] == 4 + 2 * made
+    bench.journal.write(
+        records.make(
+            "begin", request_id=b, observer="engine", clock_id=SystemClock().clock_id, arrived_ns=0, tenant="t1"
+        )
+    )
+    with Session(tmp_path, preset("exercise"), window=(0, 1 << 62)) as session:
+        (row,) = session.run("tenant_service").rows
+    assert (row["prompt_tokens"], row["output_tokens"], row["service_units"]) == (4, made, 4 + 2 * made)
     bench.close()
 
 
