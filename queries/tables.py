@@ -263,6 +263,10 @@ ENGINES: tuple[Column, ...] = (
         "DOUBLE",
         ("unit_prompt", "service units of a prompt token"),
         ("unit_output", "service units of an output token"),
+        (
+            "service_gap_bound",
+            "how far the service of two tenants that wait can drift apart, units by their weights; NULL: no promise",
+        ),
         ("ceiling_flops_per_s", "measured ceiling of matrix products; NULL: not calibrated"),
         ("ceiling_weight_bytes_per_s", "measured ceiling of reading weights; NULL: not calibrated"),
         ("ceiling_kv_bytes_per_s", "measured ceiling of reading and writing KV; NULL: not calibrated"),

@@ -7,13 +7,14 @@ from typing import NamedTuple, TypeVar
 
 from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
-from reference_server.fairness import ServiceUnit
+from reference_server.fairness import ServiceUnit, TenantOrder, service_gap_bound
+from reference_server.kv_blocks import BlockPool
 from reference_server.orders import LONGEST_WAIT_NS, OrderOptions, make_order
 from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import GROUPINGS, EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
-from reference_server.scheduler import Policies
+from reference_server.scheduler import Limits, Policies
 from sloscope.errors import ConfigError
 from sloscope.units import NS_PER_S, format_ns
 
@@ -98,6 +99,30 @@ def assemble(choice: PolicyChoice) -> Parts:
     if choice.reservation == "estimate" and file is None:
         raise ConfigError("--reservation: 'estimate' needs lengths; accepted: together with --lengths FILE")
     return Parts(policies, unit, cost, file)
+
+
+def declared_gap_bound(policies: Policies, limits: Limits, pool: BlockPool) -> float | None:
+    """How far two tenants that wait may drift apart in this engine, whatever is asked of it (decision 014).
+
+    Service units by the tenant's weight. None: the order promises nothing, or there are lanes, which have one each.
+    """
+    order = policies.order
+    if not isinstance(order, TenantOrder):
+        return None
+    pool_tokens = pool.blocks * pool.block_tokens
+    longest = min(limits.max_context, pool_tokens)
+    dearest = max([(longest - 1, 1), (1, longest - 1)], key=lambda request: order.unit.of(*request))
+    return service_gap_bound(
+        order.unit,
+        max_prompt=dearest[0],
+        max_output=dearest[1],
+        pool_tokens=pool_tokens,
+        # A paused request needs no slot, but a block at least.
+        sequences=limits.slots if limits.max_undelivered is None else pool.blocks,
+        whole=isinstance(policies.reservation, Full),
+        least_weight=order.least_weight,
+        quantum=order.quantum,
+    )
 
 
 def _budget(choice: PolicyChoice, cost: OnlineFit) -> PrefillBudget:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import orjson
 
-from reference_server.assembly import PolicyChoice, assemble
+from reference_server.assembly import PolicyChoice, assemble, declared_gap_bound
 from reference_server.engine import Engine, StepRunner
 from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.ledger import Identity, Ledger
@@ -95,7 +95,8 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
         "max_undelivered": config.max_undelivered,
         "slow_reader_after": format_ns(config.slow_reader_ns),
     }
-    identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings)
+    gap_bound = declared_gap_bound(parts.policies, limits, pool)
+    identity = Identity(source.name, config.dtype, config.device, config.threads, policies, ceilings, gap_bound)
     ledger.introduce(identity, clock.monotonic_ns(), clock.clock_id)
     spec = asdict(checkpoint.tokenizer)
     # What is alive now stays: a collection in mid-run would walk the whole model for nothing.

@@ -98,6 +98,8 @@ class TenantOrder(ABC):
     least with which an unknown tenant starts: being forgotten earns nothing.
     """
 
+    quantum: float = 0  # what a tenant may be served beyond its turn, service units for each unit of its weight
+
     def __init__(
         self, unit: ServiceUnit | None = None, weights: Mapping[str, float] | None = None, max_idle: int = MAX_IDLE
     ) -> None:
@@ -203,6 +205,10 @@ class TenantOrder(ABC):
             self._forget()
 
     # --- accounts
+
+    @property
+    def least_weight(self) -> float:
+        return min([1.0, *self._weights.values()])
 
     def counter(self, tenant: str) -> float | None:
         """Service received by its weight, lifts included; None when it is not remembered."""

@@ -27,7 +27,8 @@ ADMISSIONS = (
 
 
 class Identity(NamedTuple):
-    """What the journal says of this engine, once. `ceilings` are its fields of that name, where they were measured."""
+    """What the journal says of this engine, once. `ceilings` are its fields of that name, where they were measured;
+    `service_gap_bound` None: its order promises none."""
 
     model: str
     dtype: str
@@ -35,6 +36,7 @@ class Identity(NamedTuple):
     threads: int
     policies: Mapping[str, str | float]
     ceilings: Mapping[str, float]
+    service_gap_bound: float | None
 
 
 class Ledger:
@@ -98,6 +100,7 @@ class Ledger:
             policies=dict(identity.policies),
             unit_prompt=self._unit.prompt,
             unit_output=self._unit.output,
+            service_gap_bound=identity.service_gap_bound,
             **ceilings,
         )
         if (flops := ceilings.get("ceiling_flops_per_s")) is not None:

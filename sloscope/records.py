@@ -199,6 +199,11 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("policies", "labels", "the policy in each exchangeable place: order, admission, reservation, budget, …"),
         Field("unit_prompt", "float", "service units of a prompt token"),
         Field("unit_output", "float", "service units of an output token"),
+        Field(
+            "service_gap_bound",
+            "float",
+            "how far the service of two tenants that wait can drift apart, units by their weights; absent: no promise",
+        ),
         Field("ceiling_flops_per_s", "float", "measured ceiling of matrix products; absent: not calibrated"),
         Field("ceiling_weight_bytes_per_s", "float", "measured ceiling of reading weights; absent: not calibrated"),
         Field("ceiling_kv_bytes_per_s", "float", "measured ceiling of reading and writing KV; absent: not calibrated"),

@@ -10,8 +10,8 @@
 --   ends between two steps, by its text and while it is run again, brings none. `waiting` counts requests in WAITING or
 --   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count.
 --   All on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The
---   units are those that the engine recorded last; NULL: none. Without a step in the window an engine has no row. A
---   request without a tenant is of tenant ''.
+--   units, the bound and the weights are those that the engine recorded last; NULL: none, a weight then is 1. Without a
+--   step in the window an engine has no row. A request without a tenant is of tenant ''.
 with
 
 seen as (
@@ -30,6 +30,9 @@ units as (
         engine_id,
         unit_prompt,
         unit_output,
+        service_gap_bound,
+        -- As the command line takes them: 'free=0.5,gold=4'. No name in it holds a comma or an equals sign.
+        ',' || json_extract_string(policies, '$.tenant_weights') as weights,
         row_number() over (partition by engine_id order by at_ns desc, place desc) as from_last
     from engines
 ),
@@ -145,7 +148,12 @@ final as (
         seen.from_ns,
         seen.to_ns,
         units.unit_prompt,
-        units.unit_output
+        units.unit_output,
+        units.service_gap_bound,
+        coalesce(
+            try_cast(split_part(split_part(units.weights, ',' || by_stamp.tenant || '=', 2), ',', 1) as double),
+            1
+        ) as weight
     from by_stamp
     inner join seen on by_stamp.engine_id = seen.engine_id
     left join units on by_stamp.engine_id = units.engine_id and units.from_last = 1

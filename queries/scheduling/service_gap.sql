@@ -13,15 +13,16 @@
 --   both_backlogged_s  double   seconds    their length in sum
 --   units_a            double   units      received in them
 --   units_b            double   units
---   gap_units          double   units      the largest drift within one interval
+--   gap_units          double   units      the largest drift within one interval, by weight
+--   gap_bound_units    double   units      what the engine's order promises; NULL: no such promise, or by other units
+--   gap_within_bound   boolean  -          gap_units <= gap_bound_units
 --   gap_interval_s     double   seconds    length of that interval
 --   gap_at_s           double   seconds    its start, after the engine's first step in the window
 -- rules: In the engine's steps that began inside the window, see `tenant_timeline`. Backlogged: a request WAITING or
---   PREEMPTED. Within an interval the difference of service a - b starts at 0 and changes with each step; the drift is its
---   largest value minus its smallest, 0 among them, which is the most that any part of the interval saw. A fair order
---   bounds it whatever the load (decision 014); where either has nothing waiting there is no bound, so that time is
---   left out. Weights are not known here: a tenant of twice the weight is due twice the units. Of equal drifts the
---   earliest interval.
+--   PREEMPTED. Within an interval the difference of service a - b, each divided by the tenant's weight, starts at 0
+--   and changes with each step; the drift is its largest value minus its smallest, 0 among them, which is the most that
+--   any part of the interval saw. A fair order bounds it whatever the load (decision 014): vtc and drr without lanes;
+--   where either has nothing waiting there is no bound, so that time is left out. Of equal drifts the earliest interval.
 -- source: Y. Sheng et al., Fairness in Serving Large Language Models, OSDI 2024
 with
 
@@ -34,6 +35,12 @@ timeline as (
         to_ns,
         coalesce($unit_prompt, unit_prompt, 1) * prompt_tokens + coalesce($unit_output, unit_output, 2) * output_tokens
             as units,
+        weight,
+        case
+            when
+                coalesce($unit_prompt, unit_prompt) = unit_prompt and coalesce($unit_output, unit_output) = unit_output
+                then service_gap_bound
+        end as bound,
         waiting_change
     from tenant_timeline
 ),
@@ -68,6 +75,7 @@ of_either as (
         timeline.*,
         units as units_a,
         0e0 as units_b,
+        units / nullif(weight, 0) as ahead,
         waiting_change as change_a,
         0 as change_b
     from pairs
@@ -79,6 +87,7 @@ of_either as (
         timeline.*,
         0e0 as units_a,
         units as units_b,
+        -units / nullif(weight, 0) as ahead,
         0 as change_a,
         waiting_change as change_b
     from pairs
@@ -95,6 +104,8 @@ by_stamp as (
         max(to_ns) as to_ns,
         sum(units_a) as units_a,
         sum(units_b) as units_b,
+        sum(ahead) as ahead,
+        max(bound) as bound,
         sum(change_a) as change_a,
         sum(change_b) as change_b
     from of_either
@@ -139,9 +150,10 @@ drifting as (
         interval_number,
         units_a,
         units_b,
+        bound,
         greatest(since_ns, from_ns) - from_ns as begin_ns,
         at_ns - greatest(since_ns, from_ns) as part_ns,
-        sum(units_a - units_b) over (
+        sum(ahead) over (
             partition by engine_id, tenant_a, tenant_b, interval_number
             order by at_ns
             rows between unbounded preceding and current row
@@ -157,6 +169,7 @@ intervals as (
         tenant_b,
         sum(units_a) as units_a,
         sum(units_b) as units_b,
+        max(bound) as bound,
         min(begin_ns) as begin_ns,
         cast(sum(part_ns) as bigint) as length_ns,
         greatest(max(difference), 0e0) - least(min(difference), 0e0) as gap_units
@@ -184,6 +197,9 @@ final as (
         sum(units_a) as units_a,
         sum(units_b) as units_b,
         max(gap_units) as gap_units,
+        max(bound) as gap_bound_units,
+        -- Shares by weight are sums of rounded numbers.
+        max(gap_units) <= max(bound) * (1 + 1e-9) as gap_within_bound,
         max(case when place = 1 then length_ns end) / 1e9 as gap_interval_s,
         max(case when place = 1 then begin_ns end) / 1e9 as gap_at_s
     from placed

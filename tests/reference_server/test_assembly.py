@@ -4,13 +4,15 @@ from pathlib import Path
 import pytest
 
 from reference_server.admission import DeadlineAdmission
-from reference_server.assembly import PolicyChoice, assemble
+from reference_server.assembly import PolicyChoice, assemble, declared_gap_bound
 from reference_server.cost_model import CostModel
 from reference_server.fairness import DeficitRoundRobin, ServiceUnit, VirtualTokenCounter
+from reference_server.kv_blocks import BlockPool
 from reference_server.orders import EarliestDeadline, Fcfs, Lanes
 from reference_server.policies import AdmitAll, Full, Optimistic
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation
+from reference_server.scheduler import Limits
 from sloscope.errors import ConfigError
 
 LENGTHS = '[{"cohort": "chat", "tokens": 10, "at_risk": 4, "events": 4, "censored": 0, "survival": 0.0}]'
@@ -63,6 +65,32 @@ def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
     file.write_text(model.to_json())
     parts = assemble(PolicyChoice(admission="deadline", cost_model=str(file)))
     assert parts.cost.model == model and type(parts.policies.admission) is DeadlineAdmission
+
+
+@pytest.mark.parametrize(
+    ("choice", "limits", "bound"),
+    [
+        # Pool of 3 · 16 tokens at 2 units: 96; 4 requests of 1 prompt and 31 output tokens: 252.
+        (PolicyChoice(order="vtc"), Limits(4, 32), 2 * 96),
+        (PolicyChoice(order="vtc"), Limits(1, 32), 2 * 63),
+        (PolicyChoice(order="vtc", reservation="optimistic"), Limits(4, 32), 2 * 252),
+        # Paused ones hold a block each: 3 requests at once.
+        (PolicyChoice(order="vtc", reservation="optimistic"), Limits(1, 32, max_undelivered=8), 2 * 3 * 63),
+        # No request is longer than the pool: 47 output tokens.
+        (PolicyChoice(order="vtc", reservation="optimistic"), Limits(1, 512), 2 * 95),
+        # The prompt is the dearer part: 31 · 3 + 1.
+        (PolicyChoice(order="vtc", unit_prompt=3, unit_output=1), Limits(1, 32), 2 * 94),
+        (PolicyChoice(order="drr", quantum=10), Limits(4, 32), 2 * (96 + 10)),
+        (PolicyChoice(order="vtc", tenant_weights={"a": 4, "b": 0.5}), Limits(4, 32), 2 * 96 / 0.5),
+        # A tenant without a weight of its own has 1.
+        (PolicyChoice(order="vtc", tenant_weights={"a": 4}), Limits(4, 32), 2 * 96),
+        (PolicyChoice(order="vtc", lanes=("a",)), Limits(4, 32), None),
+        (PolicyChoice(order="fcfs"), Limits(4, 32), None),
+        (PolicyChoice(order="edf"), Limits(4, 32), None),
+    ],
+)
+def test_the_bound_that_an_engine_declares(choice: PolicyChoice, limits: Limits, bound: float | None) -> None:
+    assert declared_gap_bound(assemble(choice).policies, limits, BlockPool(3, 16)) == bound
 
 
 @pytest.mark.parametrize(

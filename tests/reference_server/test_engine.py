@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from queries.runner import Session
-from reference_server.assembly import PolicyChoice, assemble
+from reference_server.assembly import PolicyChoice, assemble, declared_gap_bound
 from reference_server.engine import Engine
 from reference_server.kv_blocks import BlockPool
 from reference_server.ledger import Identity, Ledger
@@ -62,6 +62,16 @@ class Bench:
             } | more
         )  # fmt: skip
         return key
+
+    def begin(self, key: str, tenant: str) -> None:
+        """What the front end records of a request."""
+        fields = {"request_id": key, "tenant": tenant, "clock_id": SystemClock().clock_id}
+        self.journal.append(records.make("begin", observer="engine", arrived_ns=0, **fields))
+
+    def ask(self, question: str) -> list[dict[str, Any]]:
+        self.journal.flush()
+        with Session(self.events, preset("exercise"), window=(0, 1 << 62)) as session:
+            return session.run(question).rows
 
     def tell(self, message: Message) -> None:
         self.front.sendall(encode(message))
@@ -370,14 +380,42 @@ def test_an_answer_that_ends_in_its_text_while_it_is_run_again_is_served_what_th
     bench.turn(4)
     m = _samples(bench.metrics.render().decode())
     assert m['sloscope_engine_service_units_total{tenant="t1"}'] == 4 + 2 * made
-    bench.journal.write(
-        records.make(
-            "begin", request_id=b, observer="engine", clock_id=SystemClock().clock_id, arrived_ns=0, tenant="t1"
-        )
-    )
-    with Session(tmp_path, preset("exercise"), window=(0, 1 << 62)) as session:
-        (row,) = session.run("tenant_service").rows
+    bench.begin(b, "t1")
+    (row,) = bench.ask("tenant_service")
     assert (row["prompt_tokens"], row["output_tokens"], row["service_units"]) == (4, made, 4 + 2 * made)
+    bench.close()
+
+
+@pytest.mark.parametrize(
+    ("choice", "bound"),
+    [
+        (PolicyChoice(), None),
+        # 2 · the pool's 32 tokens at 2, and of drr 2 quanta
+        (PolicyChoice(order="vtc"), 128),
+        (PolicyChoice(order="drr", quantum=20), 128 + 40),
+        (PolicyChoice(order="vtc", tenant_weights={"b": 0.5}), 256),
+    ],
+    ids=["fcfs", "vtc", "drr", "vtc-weights"],
+)
+def test_the_promised_bound_stands_beside_the_gap_of_a_recorded_run(
+    tmp_path: Path, choice: PolicyChoice, bound: float | None
+) -> None:
+    policies = assemble(choice).policies
+    bench = Bench(tmp_path, slots=2, blocks=8, policies=policies)
+    limits, pool = bench.engine.scheduler.limits, bench.engine.scheduler.pool
+    promised = declared_gap_bound(policies, limits, pool)
+    identity = Identity("m", "float32", "cpu", 1, choice.names(), {}, promised)
+    bench.ledger.introduce(identity, time.monotonic_ns(), SystemClock().clock_id)
+    for tenant, prompt in [("a", 3)] * 30 + [("b", 5)] * 30:
+        bench.begin(bench.new(prompt=prompt, max_tokens=4, tenant=tenant), tenant)
+    while bench.turn() or bench.engine.scheduler.has_work:
+        pass
+    (row,) = bench.ask("service_gap")
+    within = None if bound is None else True
+    assert (row["gap_bound_units"], row["gap_within_bound"]) == (bound, within)
+    # First come, first served: a gets 28 · (3 + 2 · 4) units and more before b gets any, which would have broken the
+    # promise of every other.
+    assert row["gap_units"] > 256 if bound is None else 0 < row["gap_units"] <= bound
     bench.close()
 
 
@@ -445,9 +483,10 @@ def test_every_verdict_that_admission_may_give_is_counted_from_the_start(tmp_pat
 
 def test_an_engine_says_once_what_it_is_and_what_was_measured(bench: Bench) -> None:
     ceilings = {"ceiling_flops_per_s": 5e10, "ceiling_kv_bytes_per_s": 2e9}
-    bench.ledger.introduce(Identity("m", "float32", "cpu", 1, {"order": "fcfs"}, ceilings), 1, "host:x:y")
+    bench.ledger.introduce(Identity("m", "float32", "cpu", 1, {"order": "fcfs"}, ceilings, None), 1, "host:x:y")
     (record,) = bench.records("engine")
     assert record["ceiling_flops_per_s"] == 5e10 and record["policies"] == {"order": "fcfs"}
+    assert "service_gap_bound" not in record
     assert (record["kv_blocks"], record["block_tokens"], record["max_batch"]) == (64, 4, 2)
     m = _samples(bench.metrics.render().decode())
     assert m['sloscope_engine_ceiling_bytes_per_second{part="kv"}'] == 2e9

@@ -400,8 +400,18 @@ def test_an_answer_length_that_was_not_asked_for_is_never_the_reason_of_a_refusa
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """No contract, no faults; one request at a time, and one may wait."""
-    served = Served(tmp_path_factory.mktemp("plain"), "--max-batch", "1", "--max-waiting", "1", "--prefill-tokens", "8")
+    """No contract, no faults; a fair order, one request at a time, and one may wait."""
+    served = Served(
+        tmp_path_factory.mktemp("plain"),
+        "--max-batch",
+        "1",
+        "--max-waiting",
+        "1",
+        "--prefill-tokens",
+        "8",
+        "--order",
+        "vtc",
+    )
     yield served
     assert served.stop() == 0
 
@@ -419,6 +429,12 @@ def test_a_full_queue_answers_429_with_retry_after(plain: Served) -> None:
     assert (end["outcome"], end["reason"]) == ("failed", "rejected")
     running.close()
     assert len(texts(waiting.whole())) == 5
+
+
+def test_an_engine_of_a_fair_order_says_how_far_it_lets_tenants_drift_apart(plain: Served) -> None:
+    (engine,) = (record for record in plain.journal() if record["kind"] == "engine")
+    # Twice the pool at 2 units an output token: whole promises never hold more.
+    assert engine["service_gap_bound"] == 2 * 2 * engine["kv_blocks"] * engine["block_tokens"]
 
 
 def test_without_a_contract_no_class_is_unknown(plain: Served) -> None:
