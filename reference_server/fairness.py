@@ -61,15 +61,6 @@ def service_gap_bound(
     return 2 * (under_way / least_weight + quantum)
 
 
-def least_share(total: float, weight: float, other_weights: list[float], gap: float) -> float:
-    """The least service that a tenant gets of `total` while it and the others are backlogged, given the gap bound.
-
-    W/w >= W_j/w_j - gap for every other j, so (times w_j, summed) W * all weights / w >= total - gap * other weights.
-    """
-    others = sum(other_weights)
-    return max(0.0, weight * (total - gap * others) / (weight + others))
-
-
 def checked_weight(tenant: str, weight: float) -> float:
     if not 0 < weight < math.inf:
         raise ConfigError(f"--tenant-weights: {tenant}: {weight:g}; accepted: above 0")

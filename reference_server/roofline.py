@@ -1,12 +1,9 @@
 """What a machine can do at most, and which of its limits holds a step back. Pure: `ceilings.measure` fills it in."""
 
-import json
-from dataclasses import asdict, dataclass, fields
-from math import isfinite
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from reference_server.work import Work
-from sloscope.errors import ConfigError
 
 NS_PER_S = 1e9
 
@@ -23,26 +20,6 @@ class Ceilings:
     def record_fields(self) -> dict[str, float]:
         """Under the names of the journal's `engine` record."""
         return {f"ceiling_{name}": value for name, value in asdict(self).items()}
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Ceilings":
-        """ConfigError names the field, the value and what is accepted."""
-        names = [field.name for field in fields(cls)]
-        try:
-            body = json.loads(text)
-        except ValueError:
-            raise ConfigError("ceilings: not JSON; accepted: what a calibration wrote") from None
-        if not isinstance(body, dict) or set(body) != set(names):
-            found = ", ".join(sorted(body))[:200] if isinstance(body, dict) else type(body).__name__
-            raise ConfigError(f"ceilings: fields {found}; accepted: exactly {', '.join(names)}")
-        for name, value in body.items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not isfinite(value) or value <= 0:
-                raise ConfigError(f"ceilings: {name}: {str(value)[:40]}; accepted: a rate above 0")
-        return cls(**{name: float(value) for name, value in body.items()})
 
 
 class Achieved(NamedTuple):

@@ -1,5 +1,5 @@
-import json
 from dataclasses import asdict
+from math import isfinite
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from reference_server.builtin import make_builtin
 from reference_server.ceilings import _attention, _flops, _weights, measure, rate
 from reference_server.roofline import Ceilings, achieved
 from reference_server.work import Work
-from sloscope.errors import ConfigError
 from sloscope.records import SCHEMA
 
 CONFIG = make_builtin().config
@@ -63,27 +62,6 @@ def test_the_engine_record_has_every_ceiling() -> None:
     assert set(CEILINGS.record_fields()) <= {field.name for field in SCHEMA["engine"]}
 
 
-def test_json_gives_back_the_same_ceilings() -> None:
-    assert Ceilings.from_json(CEILINGS.to_json()) == CEILINGS
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "not JSON"),
-        ("3", "fields int"),
-        (json.dumps({"flops_per_s": 1}), "fields flops_per_s; accepted: exactly flops_per_s, weight_bytes_per_s"),
-        (json.dumps(asdict(CEILINGS) | {"kv_bytes_per_s": 0}), "kv_bytes_per_s: 0; accepted: a rate above 0"),
-        (json.dumps(asdict(CEILINGS) | {"kv_bytes_per_s": float("inf")}), "kv_bytes_per_s: inf"),
-        (json.dumps(asdict(CEILINGS) | {"kv_bytes_per_s": True}), "kv_bytes_per_s: True"),
-    ],
-)
-def test_ceilings_that_are_none_are_refused_in_one_line(text: str, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Ceilings.from_json(text)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_a_rate_is_taken_at_the_median_after_a_warm_up() -> None:
     times = iter([0, 2, 10, 11, 20, 29])  # durations 2, 1, 9
     runs: list[str] = []
@@ -96,7 +74,7 @@ def test_a_rate_is_taken_at_the_median_after_a_warm_up() -> None:
 
 def test_a_real_calibration_fills_every_ceiling() -> None:
     found = measure(CONFIG, torch.float32, CPU, seconds=0.1, working_set_bytes=4 << 20, width=256)
-    assert Ceilings.from_json(found.to_json()) == found  # finite and above 0, all four
+    assert all(isfinite(rate) and rate > 0 for rate in asdict(found).values())
 
 
 def test_what_is_run_is_what_is_counted() -> None:
