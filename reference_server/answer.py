@@ -333,7 +333,7 @@ class Answer(Response):
                 min_tokens=end.min_tokens,
             )
         )
-        front.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
+        front.ended(outcome)
         if live.left and self._hop.socket_closed_ns is not None:
             front.record(
                 "late",

@@ -311,6 +311,9 @@ class FrontEnd:
         if self.journal is not None:
             self.journal.write(record)
 
+    def ended(self, outcome: str) -> None:
+        self.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
+
     def record(self, kind: str, **fields: Any) -> None:
         self._append(records.make(kind, **fields))
 
@@ -372,7 +375,8 @@ class FrontEnd:
             # The engine process writes at every boundary; what waits, waits here.
             lag_ns = self.clock.monotonic_ns() - self._oldest_ns if self.journal.buffered else 0
             self.metrics.set("sloscope_journal_lag_seconds", lag_ns / 1e9, ("engine",))
-        return await asyncio.get_running_loop().run_in_executor(None, self.metrics.render)
+        # One turn of the loop holds all that is said; to make text of it takes many times longer.
+        return await asyncio.get_running_loop().run_in_executor(None, self.metrics.snapshot().render)
 
 
 class EngineConnection(asyncio.Protocol):

@@ -4,16 +4,17 @@ A store holds the catalogue rows of one exposition. Where the observing process 
 `drain` hands
 over what changed and `absorb` takes it: cumulative values, so that a payload that got lost is mended by the next
 full one. A counter that both sides have is exposed as their sum; a gauge is the other side's, unless it was set here.
-Not safe for writers in several threads; readers may be elsewhere.
+Not safe for several threads: what another one is to read is a snapshot.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
 
 from sloscope import catalogue
 from sloscope.contract import Contract
@@ -70,8 +71,6 @@ class MetricStore:
         self._dirty: set[Key] = set()
         self._remote: set[Key] = set()
         self._seen: dict[str, set[str]] = {}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
         for name, metric in self._metrics.items():
             if not metric.labels and not metric.optional:
                 self.init(name)
@@ -189,25 +188,53 @@ class MetricStore:
 
     # --- reading
 
-    def describe(self) -> Iterator[Family]:
-        for metric in self._metrics.values():
-            yield _family(metric)
+    def snapshot(self) -> "Snapshot":
+        """All series as of now: little work, where the rest of a scrape may be done in another thread."""
+        self._count()
+        return Snapshot(
+            tuple(self._metrics.values()),
+            {key: self.get(*key) for key in self._values.keys() | self._absorbed.keys()},
+            {key: (row.edges_ns, row.bins.copy(), row.sum_ns) for key, row in self._histograms.items()},
+        )
 
     def collect(self) -> Iterator[Family]:
-        self._count()
-        families = {name: _family(metric) for name, metric in self._metrics.items()}
-        for name, labels in sorted(self._values.keys() | self._absorbed.keys()):
-            families[name].add_metric(labels, self.get(name, labels))  # type: ignore[attr-defined]
-        for (name, labels), histogram in sorted(self._histograms.items(), key=lambda item: item[0]):
-            cumulative = np.cumsum(histogram.bins).tolist()
-            edges = [str(edge / 1e9) for edge in histogram.edges_ns.tolist()] + ["+Inf"]
+        return self.snapshot().collect()
+
+    def render(self) -> bytes:
+        return self.snapshot().render()
+
+
+class Snapshot(Collector):
+    """One moment of a store. Nothing changes it any more."""
+
+    def __init__(
+        self,
+        metrics: Iterable[catalogue.Metric],
+        values: Mapping[Key, float],
+        histograms: Mapping[Key, tuple[np.ndarray, np.ndarray, int]],  # edges and bins, and the sum of what they count
+    ) -> None:
+        self._metrics = metrics
+        self._values = values
+        self._histograms = histograms
+
+    def collect(self) -> Iterator[Family]:
+        families = {metric.name: _family(metric) for metric in self._metrics}
+        for (name, labels), value in sorted(self._values.items(), key=_key):
+            families[name].add_metric(labels, value)  # type: ignore[attr-defined]
+        for (name, labels), (edges_ns, bins, sum_ns) in sorted(self._histograms.items(), key=_key):
+            cumulative = np.cumsum(bins).tolist()
+            edges = [str(edge / 1e9) for edge in edges_ns.tolist()] + ["+Inf"]
             buckets = list(zip(edges, cumulative, strict=True))
-            families[name].add_metric(labels, buckets, histogram.sum_ns / 1e9)  # type: ignore[attr-defined]
+            families[name].add_metric(labels, buckets, sum_ns / 1e9)  # type: ignore[attr-defined]
         yield from families.values()
 
     def render(self) -> bytes:
-        """The exposition in Prometheus text format 0.0.4: one snapshot."""
-        return generate_latest(self._registry)
+        """The exposition in Prometheus text format 0.0.4."""
+        return generate_latest(self)
+
+
+def _key(item: tuple[Key, object]) -> Key:
+    return item[0]
 
 
 def _family(metric: catalogue.Metric) -> Family:
