@@ -11,8 +11,9 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engine_steps import cost_model, options_of, save
 from benchmarks.load import (
@@ -29,6 +30,7 @@ from benchmarks.load import (
     simulate,
     synthetic,
 )
+from benchmarks.served import serve
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.remaining import LengthTable
 from reference_server.simulation import Result
@@ -164,19 +166,17 @@ def real_rows(asked: argparse.Namespace, server: Server, cost: CostModel, rate: 
             row = {"policy": name} | {key: found[key] for key in ("offered", "qualified")}
             outcomes = _query("outcomes", events, goodput)
             row["refused"] = sum(each["requests"] for each in outcomes if each.get("reason") == "rejected")
-            rows.append(row | _attained(row) | _calibration(events, goodput))
+            rows.append(row | _attained(row) | calibration(_query("admission_calibration", events, goodput)))
     return _with_ratio(rows)
 
 
 def _serve(stage: Stage, asked: argparse.Namespace, server: Server, events: Path, goodput: str, *policy: str) -> str:
-    child = stage.sloscope(
-        "server", "serve", "--model", asked.model, "--listen", "127.0.0.1:0", "--events", str(events),
-        "--goodput", goodput, "--max-waiting", "100000", "--max-batch", str(server.slots),
+    return serve(
+        stage, asked.model, events, "--goodput", goodput, "--max-waiting", "100000", "--max-batch", str(server.slots),
         "--max-context", str(server.max_context), "--block-tokens", str(server.block_tokens),
         "--kv-blocks", str(server.kv_tokens // server.block_tokens),
         "--prefill-tokens", str(server.prefill_tokens or 0), "--threads", str(asked.threads), *policy,
     )  # fmt: skip
-    return str(child.wait_for(r"on (http://\S+)", 60)[1])
 
 
 def _query(name: str, events: Path, goodput: str) -> list[dict]:
@@ -184,12 +184,12 @@ def _query(name: str, events: Path, goodput: str) -> list[dict]:
     return rows
 
 
-def _calibration(events: Path, goodput: str) -> dict[str, object]:
-    """Of what was said at arrival: the median over the deciles of each quantile of realised - predicted."""
-    rows = [row for row in _query("admission_calibration", events, goodput) if row["verdict"] == "queue"]
+def calibration(rows: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    """Rows of `admission_calibration`. Of what was said at arrival: the median over the deciles of each quantile of
+    realised - predicted."""
     found: dict[str, object] = {}
     for name in ("error_p10_s", "error_p50_s", "error_p90_s"):
-        values = [row[name] for row in rows if row[name] is not None]
+        values = [row[name] for row in rows if row["verdict"] == "queue" and row[name] is not None]
         found[name] = round(statistics.median(values), 4) if values else None
     return found
 

@@ -31,11 +31,24 @@ Row = dict[str, object]
 
 
 def model_config(tiny: bool, context: int) -> ModelConfig:
-    shape = {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "intermediate": 8192, "vocab": 128_256}
-    if tiny:
-        shape = {"layers": 2, "hidden": 256, "heads": 4, "kv_heads": 1, "intermediate": 512, "vocab": 1000}
-    fixed = {"head_dim": 64, "rope_theta": 500_000.0, "norm_eps": 1e-5, "tie_embeddings": True}
-    return ModelConfig(**shape, **fixed, max_context=context, bos_id=None, eos_ids=())
+    # layers, hidden, heads, KV heads, intermediate, vocabulary
+    shape = (2, 256, 4, 1, 512, 1000) if tiny else (16, 2048, 32, 8, 8192, 128_256)
+    layers, hidden, heads, kv_heads, intermediate, vocab = shape
+    return ModelConfig(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        intermediate=intermediate,
+        vocab=vocab,
+        head_dim=64,
+        rope_theta=500_000.0,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        max_context=context,
+        bos_id=None,
+        eos_ids=(),
+    )
 
 
 def random_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Llama:
@@ -86,7 +99,8 @@ def measure_row(model: Llama, batch: int, context: int, bytes_per_s: float, runs
         result = runner.step(items)
         wall_ns.append(result.end_ns - result.start_ns)
         device_ns.append(result.device_ns)
-    on_device = None if None in device_ns else statistics.median(device_ns) / 1e6
+    known_ns = [ns for ns in device_ns if ns is not None]
+    on_device = statistics.median(known_ns) / 1e6 if len(known_ns) == len(device_ns) else None
     step_ms = statistics.median(wall_ns) / 1e6
     return roofline_row(model.config, items, model.dtype.itemsize, bytes_per_s, step_ms, on_device)
 

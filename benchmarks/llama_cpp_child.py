@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-import llama_cpp
+import llama_cpp  # type: ignore[import-not-found]  # lives in an environment of its own
 
 GGML_TYPES = {"float32": 0, "bfloat16": 30}  # of the KV
 

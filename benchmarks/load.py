@@ -110,7 +110,11 @@ def deadline_admission(costs: OnlineFit, server: Server, lengths: LengthTable | 
 
 
 def earlier_lengths(trace: str, goodput: str, seed: int) -> LengthTable:
-    """The survival curve that the answers of an earlier trace would have left."""
+    return LengthTable.parse(earlier_curve(trace, goodput, seed))
+
+
+def earlier_curve(trace: str, goodput: str, seed: int) -> str:
+    """The survival curve that the answers of an earlier trace would have left, as `--lengths` takes it."""
     requests, _ = planned(trace, goodput, seed)
     ended = Counter(each.output_tokens for each in requests if not each.capped)
     cut = Counter(each.max_tokens for each in requests if each.capped)
@@ -121,7 +125,7 @@ def earlier_lengths(trace: str, goodput: str, seed: int) -> LengthTable:
         counts = {"at_risk": at_risk, "events": events, "censored": censored}
         rows.append({"cohort": "all", "tokens": tokens, **counts, "survival": survival})
         at_risk -= events + censored
-    return LengthTable.parse(json.dumps(rows))
+    return json.dumps(rows)
 
 
 def simulate(
