@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from reference_server.cost_model import OnlineFit
 from reference_server.forecast import Forecast, forecast, peak_blocks
 from reference_server.policies import Judgement, PrefillBudget, Reasons, Reservation, View
-from reference_server.remaining import Lengths
+from reference_server.remaining import KV_LEVEL, Lengths
 from reference_server.request import Request, State
 from sloscope.units import NS_PER_S
 
 if TYPE_CHECKING:
     from reference_server.scheduler import StepPlan
 
+DOUBT = 0.25
 PROBE_NS = NS_PER_S
 RECENT = 128  # predictions that came true or not
 FEW = 16  # of them, below which nothing is concluded
@@ -89,8 +90,8 @@ class DeadlineAdmission:
         lengths: Lengths,
         reservation: Reservation,
         budget: PrefillBudget,
-        doubt: float = 0.25,
-        kv_level: float = 0.9,
+        doubt: float = DOUBT,
+        kv_level: float = KV_LEVEL,
         late_refusals: bool = True,
     ) -> None:
         assert 0 < doubt < 1 and 0 < kv_level < 1

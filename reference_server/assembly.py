@@ -5,40 +5,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from reference_server.admission import DeadlineAdmission
+from reference_server.admission import DOUBT, DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
-from reference_server.fairness import ServiceUnit, TenantOrder, service_gap_bound
+from reference_server.fairness import QUANTUM, ServiceUnit, TenantOrder, service_gap_bound
 from reference_server.kv_blocks import BlockPool
 from reference_server.orders import LONGEST_WAIT_NS, OrderOptions, make_order
 from reference_server.policies import Admission, AdmitAll, Full, Optimistic, PrefillBudget, Reservation
-from reference_server.prefill_budget import DecodeSlack, Static
-from reference_server.remaining import GROUPINGS, EstimatedReservation, Lengths
+from reference_server.prefill_budget import LEAST_TOKENS, DecodeSlack, Static
+from reference_server.remaining import GROUPINGS, KV_LEVEL, EstimatedReservation, Lengths
 from reference_server.remaining_file import LengthFile
 from reference_server.scheduler import Limits, Policies
 from sloscope.errors import ConfigError
 from sloscope.units import NS_PER_S, format_ns
 
 T = TypeVar("T")
+_UNIT = ServiceUnit()
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """Plain data. `prefill_tokens` 0: whole prompts. Paths are text, empty for none."""
+    """Plain data; its defaults are those of the command line. `prefill_tokens` 0: whole prompts. Paths are text, empty
+    for none."""
 
     order: str = "fcfs"
     lanes: tuple[str, ...] = ()
     lane_wait_ns: int = 10 * NS_PER_S
-    unit_prompt: float = 1.0
-    unit_output: float = 2.0
-    quantum: float = 1024.0  # service units
+    unit_prompt: float = _UNIT.prompt
+    unit_output: float = _UNIT.output
+    quantum: float = QUANTUM
     longest_wait_ns: int = LONGEST_WAIT_NS
     tenant_weights: dict[str, float] = field(default_factory=dict)
     admission: str = "none"
-    admission_doubt: float = 0.25
+    admission_doubt: float = DOUBT
     reservation: str = "full"
     lengths: str = ""
-    lengths_by: str = "class"
-    length_level: float = 0.9
+    lengths_by: str = GROUPINGS[0]
+    length_level: float = KV_LEVEL
     prefill_tokens: int = 0
     prefill_slack: bool = False
     prefill_gap_ns: int = 100_000_000  # kept for decodes that declare no limit
@@ -92,7 +94,9 @@ def assemble(choice: PolicyChoice) -> Parts:
     reservation = _one_of("--reservation", choice.reservation, reservations)
     admissions: dict[str, Callable[[], Admission]] = {
         "none": AdmitAll,
-        "deadline": lambda: DeadlineAdmission(cost, lengths, reservation, budget, choice.admission_doubt),
+        "deadline": lambda: DeadlineAdmission(
+            cost, lengths, reservation, budget, choice.admission_doubt, choice.length_level
+        ),
     }
     admission = _one_of("--admission", choice.admission, admissions)
     policies = Policies(make_order(choice.order, options), admission, reservation, budget)
@@ -129,7 +133,7 @@ def _budget(choice: PolicyChoice, cost: OnlineFit) -> PrefillBudget:
     most = choice.prefill_tokens or None
     if not choice.prefill_slack:
         return Static(most)
-    least = min(16, most or 16)
+    least = min(LEAST_TOKENS, most or LEAST_TOKENS)
     return DecodeSlack(lambda: cost.model, least, most, default_gap_ns=choice.prefill_gap_ns)
 
 

@@ -16,8 +16,7 @@ import uvloop
 from reference_server.app import make_app, make_server
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine_process import EngineConfig
-from reference_server.front_end import FrontEnd
-from reference_server.kv_blocks import BLOCK_TOKENS
+from reference_server.front_end import DEFAULT_MAX_TOKENS, FrontEnd
 from reference_server.model_store import resolve_model
 from reference_server.orders import ORDERS
 from sloscope import contract as contracts
@@ -26,10 +25,12 @@ from sloscope.contract import Contract
 from sloscope.errors import ConfigError
 from sloscope.journal import JournalWriter
 from sloscope.output import message
-from sloscope.units import NS_PER_S, parse_address, parse_duration_ns
+from sloscope.units import NS_PER_S, format_ns, parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 POLICIES = "Policies"
+ENGINE = EngineConfig("builtin")
+CHOICE = ENGINE.policies
 ENGINE_EXIT_S = 5.0
 MIN_CONTEXT = 16
 BACKLOG = 2048
@@ -39,57 +40,76 @@ LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 @app.command()
 def serve(
     model: str = typer.Option(
-        "builtin", help="builtin, builtin-14m, smollm2, a GGUF file or a directory in Hugging Face's layout."
+        ENGINE.model, help="builtin, builtin-14m, smollm2, a GGUF file or a directory in Hugging Face's layout."
     ),
     listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; port 0 takes a free one."),
     events: Path | None = typer.Option(None, help="Events directory for the journal; without it nothing is recorded."),
     contract: Path | None = typer.Option(None, help="SLO contract (TOML); unknown classes are then refused."),
     goodput: str | None = typer.Option(None, help="A contract as limits in ms: 'ttft:300 itl_max:30'."),
-    max_batch: int = typer.Option(16, min=1, max=1024, help="Requests in one iteration."),
-    max_waiting: int = typer.Option(1024, min=0, help="Requests that may wait; one more is refused with 429."),
-    max_context: int = typer.Option(0, min=0, help="Tokens of prompt and answer together; 0: what the model knows."),
-    kv_blocks: int = typer.Option(0, min=0, help="KV blocks of the pool; 0: full context for the whole batch."),
-    block_tokens: int = typer.Option(BLOCK_TOKENS, min=1, help="Tokens in a KV block."),
-    prefix_reuse: bool = typer.Option(False, "--prefix-reuse", help="Use the KV of an equal beginning again."),
-    prefill_tokens: int = typer.Option(0, min=0, help="Prompt tokens run in one iteration; 0: whole prompts."),
+    max_batch: int = typer.Option(ENGINE.slots, min=1, max=1024, help="Requests in one iteration."),
+    max_waiting: int = typer.Option(
+        ENGINE.max_waiting, min=0, help="Requests that may wait; one more is refused with 429."
+    ),
+    max_context: int = typer.Option(
+        ENGINE.max_context, min=0, help="Tokens of prompt and answer together; 0: what the model knows."
+    ),
+    kv_blocks: int = typer.Option(
+        ENGINE.kv_blocks, min=0, help="KV blocks of the pool; 0: full context for the whole batch."
+    ),
+    block_tokens: int = typer.Option(ENGINE.block_tokens, min=1, help="Tokens in a KV block."),
+    prefix_reuse: bool = typer.Option(
+        ENGINE.prefix_reuse, "--prefix-reuse", help="Use the KV of an equal beginning again."
+    ),
+    prefill_tokens: int = typer.Option(
+        CHOICE.prefill_tokens, min=0, help="Prompt tokens run in one iteration; 0: whole prompts."
+    ),
     prefill_slack: bool = typer.Option(
-        False,
+        CHOICE.prefill_slack,
         "--prefill-slack",
         help="As many prompt tokens as the gap limits of running sequences leave time for; at most --prefill-tokens.",
     ),
     prefill_gap: str = typer.Option(
-        "100ms", help="With --prefill-slack: the gap that is kept for running sequences which declare no limit."
+        format_ns(CHOICE.prefill_gap_ns),
+        help="With --prefill-slack: the gap that is kept for running sequences which declare no limit.",
     ),
-    order: str = typer.Option("fcfs", help=f"Who is next: {', '.join(ORDERS)}.", rich_help_panel=POLICIES),
+    order: str = typer.Option(CHOICE.order, help=f"Who is next: {', '.join(ORDERS)}.", rich_help_panel=POLICIES),
     lanes: str = typer.Option(
-        "", help="Classes by priority, the most urgent first: 'interactive,batch'.", rich_help_panel=POLICIES
+        ",".join(CHOICE.lanes),
+        help="Classes by priority, the most urgent first: 'interactive,batch'.",
+        rich_help_panel=POLICIES,
     ),
     lane_wait: str = typer.Option(
-        "10s", help="After so long a lower lane's next goes first.", rich_help_panel=POLICIES
+        format_ns(CHOICE.lane_wait_ns), help="After so long a lower lane's next goes first.", rich_help_panel=POLICIES
     ),
-    unit_prompt: float = typer.Option(1.0, min=0, help="Service units of a prompt token.", rich_help_panel=POLICIES),
-    unit_output: float = typer.Option(2.0, min=0, help="Service units of an output token.", rich_help_panel=POLICIES),
+    unit_prompt: float = typer.Option(
+        CHOICE.unit_prompt, min=0, help="Service units of a prompt token.", rich_help_panel=POLICIES
+    ),
+    unit_output: float = typer.Option(
+        CHOICE.unit_output, min=0, help="Service units of an output token.", rich_help_panel=POLICIES
+    ),
     quantum: float = typer.Option(
-        1024.0, min=1, help="Service units that drr gives a tenant in a round.", rich_help_panel=POLICIES
+        CHOICE.quantum, min=1, help="Service units that drr gives a tenant in a round.", rich_help_panel=POLICIES
     ),
     longest_wait: str = typer.Option(
-        "60s", help="With edf: when a request without a deadline is due.", rich_help_panel=POLICIES
+        format_ns(CHOICE.longest_wait_ns),
+        help="With edf: when a request without a deadline is due.",
+        rich_help_panel=POLICIES,
     ),
     tenant_weights: str = typer.Option(
         "", help="Shares of tenants for vtc and drr: 'gold=4,free=1'; others have 1.", rich_help_panel=POLICIES
     ),
     admission: str = typer.Option(
-        "none", help="none, or deadline: refuse with 429 what would come too late.", rich_help_panel=POLICIES
+        CHOICE.admission, help="none, or deadline: refuse with 429 what would come too late.", rich_help_panel=POLICIES
     ),
     admission_doubt: float = typer.Option(
-        0.25,
+        CHOICE.admission_doubt,
         min=0.01,
         max=0.99,
         help="The chance to be in time below which deadline admission refuses.",
         rich_help_panel=POLICIES,
     ),
     reservation: str = typer.Option(
-        "full",
+        CHOICE.reservation,
         help="KV promised at admission: full (prompt and max_tokens), optimistic, or estimate (see --lengths).",
         rich_help_panel=POLICIES,
     ),
@@ -99,28 +119,41 @@ def serve(
         rich_help_panel=POLICIES,
     ),
     lengths_by: str = typer.Option(
-        "class", help="What a cohort of the length table is: class or tenant.", rich_help_panel=POLICIES
+        CHOICE.lengths_by, help="What a cohort of the length table is: class or tenant.", rich_help_panel=POLICIES
     ),
     length_level: float = typer.Option(
-        0.9, min=0.01, max=0.999, help="Quantile of the remaining length to reserve.", rich_help_panel=POLICIES
+        CHOICE.length_level,
+        min=0.01,
+        max=0.999,
+        help="Quantile of the remaining length that KV is kept for: by --reservation estimate, and where --admission "
+        "deadline asks whether there will be room.",
+        rich_help_panel=POLICIES,
     ),
     cost_model: Path | None = typer.Option(
         None, help="Step times to begin with: what `sloscope model fit` writes.", rich_help_panel=POLICIES
     ),
     calibrate: bool = typer.Option(
-        False, "--calibrate", help="Measure the ceilings of this machine before serving, for the step_work question."
+        ENGINE.calibrate,
+        "--calibrate",
+        help="Measure the ceilings of this machine before serving, for the step_work question.",
     ),
-    default_max_tokens: int = typer.Option(256, min=1, help="Answer length when the request does not say, tokens."),
+    default_max_tokens: int = typer.Option(
+        DEFAULT_MAX_TOKENS, min=1, help="Answer length when the request does not say, tokens."
+    ),
     max_undelivered: int = typer.Option(
-        256, min=0, help="Output tokens that a reader may be behind; then its sequence pauses. 0: it never does."
+        ENGINE.max_undelivered,
+        min=0,
+        help="Output tokens that a reader may be behind; then its sequence pauses. 0: it never does.",
     ),
-    slow_reader_after: str = typer.Option("30s", help="A paused reader that takes nothing for so long is cut off."),
+    slow_reader_after: str = typer.Option(
+        format_ns(ENGINE.slow_reader_ns), help="A paused reader that takes nothing for so long is cut off."
+    ),
     send_buffer: int = typer.Option(
         0, min=0, max=1 << 30, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
     ),
     threads: int = typer.Option(0, min=0, max=512, help="torch threads; 0: cores - 1, at least 1."),
-    dtype: str = typer.Option("float32", help="float32 or bfloat16."),
-    device: str = typer.Option("cpu", help="cpu or cuda."),
+    dtype: str = typer.Option(ENGINE.dtype, help="float32 or bfloat16."),
+    device: str = typer.Option(ENGINE.device, help="cpu or cuda."),
     drain: str = typer.Option("10s", help="At SIGTERM, how long running requests may go on; a second signal ends it."),
     allow_faults: bool = typer.Option(False, "--allow-faults", help="Obey x-sloscope-fault and POST /faults."),
 ) -> None:

@@ -19,7 +19,7 @@ from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool
 from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, LinkClosedError
 from reference_server.model_store import resolve_model
-from reference_server.scheduler import Limits, Scheduler
+from reference_server.scheduler import MAX_WAITING, Limits, Scheduler
 from reference_server.step_types import GREEDY, SamplingParams, StepItem
 from sloscope.clock import SystemClock
 from sloscope.errors import SloscopeError
@@ -31,14 +31,15 @@ from sloscope.units import NS_PER_S, format_ns
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Plain data that crosses to the engine process. `max_context` 0: what the model was trained for."""
+    """Plain data that crosses to the engine process; its defaults are those of the command line. `max_context` 0: what
+    the model was trained for."""
 
     model: str
     slots: int = 16
     max_context: int = 0
     kv_blocks: int = 0  # 0: room for every slot at full context
     block_tokens: int = BLOCK_TOKENS
-    max_waiting: int = 1024
+    max_waiting: int = MAX_WAITING
     max_undelivered: int = 256
     slow_reader_ns: int = 30 * NS_PER_S
     prefix_reuse: bool = False

@@ -19,6 +19,7 @@ from reference_server.ranking import Line, Rank, Ranking
 from reference_server.request import Request
 from sloscope.errors import ConfigError
 
+QUANTUM = 1024.0  # service units
 MAX_IDLE = 10_000  # tenants remembered that neither wait nor run
 
 
@@ -26,8 +27,8 @@ MAX_IDLE = 10_000  # tenants remembered that neither wait nor run
 class ServiceUnit:
     """What one token of each kind counts. The engine's metric, the orders and the queries use the same one."""
 
-    prompt: float = 1
-    output: float = 2
+    prompt: float = 1.0
+    output: float = 2.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.prompt < math.inf:
@@ -301,7 +302,7 @@ class DeficitRoundRobin(TenantOrder):
 
     def __init__(
         self,
-        quantum: float = 1024,
+        quantum: float = QUANTUM,
         unit: ServiceUnit | None = None,
         weights: Mapping[str, float] | None = None,
         max_idle: int = MAX_IDLE,

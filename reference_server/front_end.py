@@ -22,6 +22,7 @@ from sloscope.journal import JournalWriter
 
 # Without a contract nothing is promised, and no class is unknown.
 NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
+DEFAULT_MAX_TOKENS = 256
 FLUSH_EVERY_S = 1.0
 PROBE_EVERY_S = 0.02
 SCRAPE_WAIT_S = 0.1
@@ -126,7 +127,7 @@ class FrontEnd:
         journal: JournalWriter | None = None,
         *,
         slow_reader_ns: int | None = None,
-        default_max_tokens: int = 256,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
         allow_faults: bool = False,
     ) -> None:
         self.clock = clock

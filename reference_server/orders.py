@@ -7,7 +7,7 @@ the middle of an answer.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from reference_server.fairness import DeficitRoundRobin, ServiceUnit, VirtualTokenCounter
+from reference_server.fairness import QUANTUM, DeficitRoundRobin, ServiceUnit, VirtualTokenCounter
 from reference_server.policies import QueueOrder
 from reference_server.ranking import Line
 from reference_server.request import Request
@@ -170,7 +170,7 @@ class OrderOptions:
 
     unit: ServiceUnit = field(default_factory=ServiceUnit)
     weights: Mapping[str, float] = field(default_factory=dict)  # by tenant; 1 if it is not here
-    quantum: float = 1024
+    quantum: float = QUANTUM
     longest_wait_ns: int = LONGEST_WAIT_NS
     starvation_ns: int | None = None  # None: no lanes
 

@@ -10,6 +10,11 @@ from reference_server.cost_model import CostModel, StepShape
 from reference_server.request import Request
 from reference_server.work import attended_pairs
 
+# No flags: an operator says which gap is kept, and a smaller one leaves more to the model's error. The least budget
+# only keeps prompts from standing still where a limit is lost already.
+SHARE = 0.8
+LEAST_TOKENS = 16
+
 
 class Static:
     """The same bound in every step; None: whole prompts."""
@@ -38,9 +43,9 @@ class DecodeSlack:
     def __init__(
         self,
         model: Callable[[], CostModel | None],
-        minimum: int = 16,
+        minimum: int = LEAST_TOKENS,
         maximum: int | None = None,
-        share: float = 0.8,
+        share: float = SHARE,
         default_gap_ns: int | None = None,
     ) -> None:
         assert minimum >= 1 and (maximum is None or maximum >= minimum)

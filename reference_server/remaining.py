@@ -20,6 +20,7 @@ from sloscope.errors import ConfigError
 POOLED = "all"  # the cohort of `--param by=all`
 TOLERANCE = 1e-9  # a curve that is a sum of logarithms meets a level to within this
 GROUPINGS = ("class", "tenant")
+KV_LEVEL = 0.9  # the share of like answers that do not outgrow the KV which is kept for them
 
 
 class Curve:
@@ -167,7 +168,7 @@ class Lengths:
     """The table in use, shared by all who ask; a newer one takes its place while serving. `by`: what a cohort is."""
 
     table: LengthTable = field(default_factory=LengthTable)
-    by: str = "class"
+    by: str = GROUPINGS[0]
 
     def __post_init__(self) -> None:
         assert self.by in GROUPINGS
@@ -185,7 +186,7 @@ class Lengths:
 class EstimatedReservation:
     """Promises KV for a length that the given share of such answers does not exceed: between Full and Optimistic."""
 
-    def __init__(self, lengths: Lengths, level: float = 0.9) -> None:
+    def __init__(self, lengths: Lengths, level: float = KV_LEVEL) -> None:
         assert 0 < level < 1
         self.lengths = lengths
         self.level = level

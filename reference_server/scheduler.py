@@ -32,6 +32,7 @@ from reference_server.prefill_budget import Static
 from reference_server.request import ENDED, Request, State
 from reference_server.step_types import StepItem
 
+MAX_WAITING = 1024
 _IN_BATCH = (State.PREFILL, State.DECODE)
 
 
@@ -64,7 +65,7 @@ class Limits:
 
     slots: int
     max_context: int
-    max_waiting: int = 1024
+    max_waiting: int = MAX_WAITING
     max_undelivered: int | None = None
     slow_reader_ns: int | None = None
 

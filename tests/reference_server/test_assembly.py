@@ -59,6 +59,17 @@ def test_reservations_and_budgets(tmp_path: Path) -> None:
     assert budget.default_gap_ns == 100_000_000
 
 
+def test_one_level_says_how_much_kv_answers_will_take(tmp_path: Path) -> None:
+    """Whoever promises room for an answer and whoever asks whether there will be room count with the same length."""
+    file = tmp_path / "lengths.json"
+    file.write_text(LENGTHS)
+    policies = assemble(
+        PolicyChoice(admission="deadline", reservation="estimate", lengths=str(file), length_level=0.75)
+    ).policies
+    assert isinstance(policies.admission, DeadlineAdmission) and policies.admission.kv_level == 0.75
+    assert isinstance(policies.reservation, EstimatedReservation) and policies.reservation.level == 0.75
+
+
 def test_a_cost_model_is_where_predictions_begin(tmp_path: Path) -> None:
     file = tmp_path / "cost.json"
     model = CostModel(1e6, 1e3, 2e3, 1.0)
