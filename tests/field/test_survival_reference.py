@@ -6,12 +6,11 @@ group; an event is finish reason stop, a censoring a cap. R's files carry 15 dig
 
 import csv
 import math
-from functools import cache
 
 import pytest
 
-from queries.runner import Session
 from sloscope import contract as contracts
+from tests.queries.cases import session_over
 
 DATA_SETS = ("aml", "gbsg2", "leukemia_6mp", "veteran", "waltons")
 
@@ -21,8 +20,38 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-@cache
-def sessions_of(folder, name):
+class DataSet:
+    """One data set as requests, asked once for each thing that R says about it."""
+
+    def __init__(self, folder, name, session):
+        self._path, self._session, self._answers = folder / name, session, {}
+
+    def reference(self, ending):
+        return rows_of(f"{self._path}__{ending}.csv")
+
+    def answers(self, question, **params):
+        """cohort → rows, of the groups and of everything under R's name for it."""
+        return self._rows(question, "tenant", **params) | self._rows(question, "all", **params)
+
+    def answer(self, question, group, **params):
+        return self._rows(question, "all" if group == "ALL" else "tenant", **params)[group][0]
+
+    def _rows(self, question, by, **params):
+        asked = (question, by, *params.items())
+        if asked not in self._answers:
+            found = {}
+            for row in self._session.run(question, by=by, **params).rows:
+                found.setdefault("ALL" if by == "all" else row["cohort"], []).append(row)
+            self._answers[asked] = found
+        return self._answers[asked]
+
+
+# Of the module, so that the tests of one data set run together, over one session.
+@pytest.fixture(scope="module", params=DATA_SETS)
+def data_set(request, field_data):
+    folder = field_data / "survival"
+    if not folder.is_dir():
+        pytest.skip(f"no recorded files at {folder}")
     requests = [
         {
             "request_id": f"{number:04}",
@@ -35,34 +64,10 @@ def sessions_of(folder, name):
             "client_outcome": "completed",
             "client_finish_reason": "stop" if row["event"] == "1" else "length",
         }
-        for number, row in enumerate(rows_of(folder / f"{name}.csv"))
+        for number, row in enumerate(rows_of(folder / f"{request.param}.csv"))
     ]
-    return Session.from_rows({"requests": requests}, contracts.preset("exercise"), window=(0, 1))
-
-
-@pytest.fixture(params=DATA_SETS)
-def data_set(request, field_data):
-    folder = field_data / "survival"
-    if not folder.is_dir():
-        pytest.skip(f"no recorded files at {folder}")
-    return folder, request.param
-
-
-def answers(session, name, **params):
-    """cohort → rows, of the groups and of everything under R's name for it."""
-    return _rows(session, name, "tenant", **params) | _rows(session, name, "all", **params)
-
-
-@cache
-def _rows(session, name, by, **params):
-    found = {}
-    for row in session.run(name, by=by, **params).rows:
-        found.setdefault("ALL" if by == "all" else row["cohort"], []).append(row)
-    return found
-
-
-def answer(session, name, group, **params):
-    return _rows(session, name, "all" if group == "ALL" else "tenant", **params)[group][0]
+    with session_over({"requests": requests}, contracts.preset("exercise"), window=(0, 1)) as session:
+        yield DataSet(folder, request.param, session)
 
 
 def agrees(ours, theirs):
@@ -72,11 +77,9 @@ def agrees(ours, theirs):
 
 
 def test_every_point_of_the_curve_is_that_of_r(data_set):
-    folder, name = data_set
-    session = sessions_of(folder, name)
-    ours = answers(session, "survival_curve")
+    ours = data_set.answers("survival_curve")
     theirs = {}
-    for row in rows_of(folder / f"{name}__km_curve_R.csv"):
+    for row in data_set.reference("km_curve_R"):
         theirs.setdefault(row["group"], []).append(row)
     assert ours.keys() == theirs.keys()
     for group, reference in theirs.items():
@@ -93,10 +96,9 @@ def test_every_point_of_the_curve_is_that_of_r(data_set):
 
 
 def test_quartiles_their_bounds_and_the_counts_are_those_of_r(data_set):
-    folder, name = data_set
-    ours = answers(sessions_of(folder, name), "survival")
+    ours = data_set.answers("survival")
     checked = 0
-    for row in rows_of(folder / f"{name}__reference_R.csv"):
+    for row in data_set.reference("reference_R"):
         mine = ours[row["group"]][0]
         if row["stat"] == "quantile_time":
             quantile = {"0.25": "p25", "0.5": "median", "0.75": "p75"}[row["arg"]]
@@ -112,34 +114,28 @@ def test_quartiles_their_bounds_and_the_counts_are_those_of_r(data_set):
 
 
 def test_the_restricted_mean_and_its_error_are_those_of_r(data_set):
-    folder, name = data_set
-    session = sessions_of(folder, name)
     # R also restricts at times between two integers, which no cap can be.
     reference = [
-        row
-        for row in rows_of(folder / f"{name}__reference_R.csv")
-        if row["stat"] == "rmst" and float(row["arg"]).is_integer()
+        row for row in data_set.reference("reference_R") if row["stat"] == "rmst" and float(row["arg"]).is_integer()
     ]
     assert reference
     for row in reference:
-        mine = answer(session, "survival", row["group"], cap=int(float(row["arg"])))
+        mine = data_set.answer("survival", row["group"], cap=int(float(row["arg"])))
         assert mine["horizon_tokens"] == int(float(row["arg"]))
         assert agrees(mine["restricted_mean_tokens"], row["value"]), (row, mine)
         assert agrees(mine["restricted_mean_se"], row["se"]), (row, mine)
 
 
 def test_remaining_length_is_rs_conditional_survival(data_set):
-    folder, name = data_set
-    session = sessions_of(folder, name)
     medians = chances = 0
-    for row in rows_of(folder / f"{name}__reference_R.csv"):
+    for row in data_set.reference("reference_R"):
         if row["stat"] == "cond_median_residual":
-            mine = answer(session, "remaining_length", row["group"], generated=int(float(row["arg"])))
+            mine = data_set.answer("remaining_length", row["group"], generated=int(float(row["arg"])))
             assert agrees(mine["median_tokens"], row["value"]), (row, mine)
             medians += 1
         elif row["stat"].startswith("cond_surv"):
             given, until = int(float(row["arg"])), int(float(row["arg2"]))
-            mine = answer(session, "remaining_length", row["group"], generated=given, until=until)
+            mine = data_set.answer("remaining_length", row["group"], generated=given, until=until)
             assert agrees(mine["longer_than_until"], row["value"]), (row, mine)
             assert agrees(mine["longer_than_until_se"], row["se"]), (row, mine)
             assert agrees(mine["longer_than_until_low"], row["lower95"]), (row, mine)

@@ -12,7 +12,7 @@ from sloscope.contract import OBSERVERS, Contract, Limits, RequestClass, from_sh
 from sloscope.definitions import Summary, judge
 from sloscope.journal import JournalWriter
 from sloscope.records import OUTCOMES
-from tests.queries.cases import expand, session_of
+from tests.queries.cases import expand, session_of, session_over
 from tests.queries.journal_factory import new_id, write_request
 
 S = 1_000_000_000
@@ -114,7 +114,7 @@ def as_table_row(request_id, row):
 @given(contract=CONTRACTS, rows=st.lists(request_row(), min_size=12, max_size=25))
 def test_the_view_and_the_definitions_give_every_request_the_same_verdict(contract, rows):
     given_rows = [as_table_row(f"r{number:03}", row) for number, row in enumerate(rows)]
-    with Session.from_rows({"requests": given_rows}, contract, window=WINDOW) as session:
+    with session_over({"requests": given_rows}, contract, window=WINDOW) as session:
         found = session.sql("select * from cohort order by request_id").rows
     assert len(found) == len(rows)
     for row, judged in zip(rows, found, strict=True):
@@ -180,7 +180,7 @@ LATE = {
 )
 def test_what_is_open_at_the_cut_is_unfinished_and_counts_the_tokens_before_it(rule, outcome, reason, before_cut):
     given_rows = {table: [expand(table, row) for row in rows] for table, rows in LATE.items()}
-    with Session.from_rows(given_rows, replace(preset("exercise"), **rule), window=(0, 20 * S)) as session:
+    with session_over(given_rows, replace(preset("exercise"), **rule), window=(0, 20 * S)) as session:
         row = session.sql("select * from cohort").rows[0]
     assert (row["outcome"], row["reason"], row["output_tokens_before_cut"]) == (outcome, reason, before_cut)
     assert row["output_tokens"] == 9
@@ -210,7 +210,7 @@ def test_a_scheduled_request_places_its_stamps_by_the_scheduled_arrival():
     }  # fmt: skip
     given_rows = {table: [expand(table, row) for row in rows[table]] for table in rows}
     contract = replace(preset("exercise"), window_rule="unfinished")
-    with Session.from_rows(given_rows, contract, window=(0, 20 * S)) as session:
+    with session_over(given_rows, contract, window=(0, 20 * S)) as session:
         row = session.sql("select * from cohort").rows[0]
     assert (row["outcome"], row["output_tokens_before_cut"]) == ("unfinished", 5)
 
@@ -223,7 +223,7 @@ def test_an_engine_counts_cumulative_tokens_of_each_choice_before_the_cut():
     }  # fmt: skip
     given_rows = {table: [expand(table, row) for row in rows[table]] for table in rows}
     contract = replace(preset("exercise"), window_rule="unfinished", observer="engine")
-    with Session.from_rows(given_rows, contract, window=(0, 20 * S)) as session:
+    with session_over(given_rows, contract, window=(0, 20 * S)) as session:
         row = session.sql("select * from cohort").rows[0]
     # at 20 s: choice 0 had 3, choice 1 had 4
     assert row["output_tokens_before_cut"] == 7
@@ -235,7 +235,7 @@ def test_limits_for_every_class_judge_all_but_the_unknown_class():
         for name in ("chat", "voice", "_unknown")
     ]
     contract = from_shorthand("ttft:10")
-    with Session.from_rows({"requests": rows}, contract, window=(0, S), every_class=True) as session:
+    with session_over({"requests": rows}, contract, window=(0, S), every_class=True) as session:
         found = session.sql("select class, qualified from cohort order by class").rows
         budget = session.run("error_budget").rows
     assert found == [
@@ -244,5 +244,5 @@ def test_limits_for_every_class_judge_all_but_the_unknown_class():
         {"class": "voice", "qualified": True},
     ]
     assert [(row["class"], row["offered"]) for row in budget] == [("default", 2)]
-    with Session.from_rows({"requests": rows}, contract, window=(0, S)) as session:
+    with session_over({"requests": rows}, contract, window=(0, S)) as session:
         assert session.run("goodput").rows[0]["qualified"] == 0

@@ -1,5 +1,7 @@
 """The formulas in SQL against the pure definitions, and against published tables."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -7,19 +9,21 @@ import pytest
 from queries.runner import Session
 from sloscope.contract import preset
 from sloscope.definitions import binomial_cdf, min_n_two_sided, min_n_upper, wilson
+from tests.queries.cases import session_over
 
 SECOND = 1_000_000_000
 
 
-def with_ttfts_up_to(n: int) -> Session:
+@contextmanager
+def with_ttfts_up_to(n: int) -> Iterator[Session]:
     """A session over n completed requests with the TTFTs 1, 2, … n ns."""
-    session = Session.from_rows({}, preset("exercise"), window=(0, SECOND))
-    session._connection.execute(
-        "insert into requests (request_id, arrival_at_ns, client_observed, client_outcome, client_end_at_ns, "
-        "client_ttft_ns) select i, 0, true, 'completed', 0, i from range(1, ?) as t(i)",
-        [n + 1],
-    )
-    return session
+    with session_over({}, preset("exercise"), window=(0, SECOND)) as session:
+        session._connection.execute(
+            "insert into requests (request_id, arrival_at_ns, client_observed, client_outcome, client_end_at_ns, "
+            "client_ttft_ns) select i, 0, true, 'completed', 0, i from range(1, ?) as t(i)",
+            [n + 1],
+        )
+        yield session
 
 
 def quantiles(n: int) -> dict[str, dict[str, Any]]:
@@ -29,11 +33,12 @@ def quantiles(n: int) -> dict[str, dict[str, Any]]:
 
 def ranks_by_definition(n: int, q: float) -> tuple[int | None, int | None]:
     low = high = None
+    at_most = {rank: binomial_cdf(rank - 1, n, q) for rank in range(1, n + 1)}
     if n >= min_n_two_sided(q):
-        low = max(rank for rank in range(1, n + 1) if binomial_cdf(rank - 1, n, q) <= 0.025)
+        low = max(rank for rank in at_most if at_most[rank] <= 0.025)
     if n >= min_n_upper(q):
         wanted = 0.975 if n >= min_n_two_sided(q) else 0.95
-        high = min(rank for rank in range(1, n + 1) if binomial_cdf(rank - 1, n, q) >= wanted)
+        high = min(rank for rank in at_most if at_most[rank] >= wanted)
     return low, high
 
 
@@ -109,7 +114,7 @@ def _exact_ranks(n: int, percent: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("k", "n"), [(0, 1), (1, 1), (0, 8), (3, 8), (8, 8), (1, 1000), (999_999, 1_000_000)])
 def test_wilson_in_sql_is_wilson_in_the_definitions(k, n):
-    with Session.from_rows({}, preset("exercise"), window=(0, 1)) as session:
+    with session_over({}, preset("exercise"), window=(0, 1)) as session:
         row = session.sql(
             f"select wilson_low({k}::bigint, {n}::bigint) l, wilson_high({k}::bigint, {n}::bigint) h"
         ).rows[0]
@@ -119,7 +124,7 @@ def test_wilson_in_sql_is_wilson_in_the_definitions(k, n):
 
 def test_wilson_of_the_published_example():
     # Newcombe, Statistics in Medicine 17 (1998) 857-872, table I: 81/263 is 0.2553 to 0.3662, 15/148 0.0624 to 0.1605.
-    with Session.from_rows({}, preset("exercise"), window=(0, 1)) as session:
+    with session_over({}, preset("exercise"), window=(0, 1)) as session:
         row = session.sql(
             "select wilson_low(81, 263) a, wilson_high(81, 263) b, wilson_low(15, 148) c, wilson_high(15, 148) d"
         ).rows[0]
@@ -127,6 +132,6 @@ def test_wilson_of_the_published_example():
 
 
 def test_a_ratio_over_nothing_is_null_never_nan():
-    with Session.from_rows({}, preset("exercise"), window=(0, 1)) as session:
+    with session_over({}, preset("exercise"), window=(0, 1)) as session:
         row = session.sql("select ratio(0, 0) a, wilson_low(0, 0) b, wilson_high(0, 0) c, ratio(0, 3) d").rows[0]
     assert row == {"a": None, "b": None, "c": None, "d": 0.0}

@@ -2,9 +2,9 @@
 
 import itertools
 
-from queries.runner import Session
 from reference_server.request import TRANSITIONS, State
 from sloscope import contract as contracts
+from tests.queries.cases import session_over
 
 
 def test_the_question_calls_illegal_exactly_what_the_engine_does() -> None:
@@ -18,7 +18,7 @@ def test_the_question_calls_illegal_exactly_what_the_engine_does() -> None:
             states.append({"request_id": key, "engine_id": "e", "at_ns": 0, "to_state": before})
         states.append({"request_id": key, "engine_id": "e", "at_ns": 1, "from_state": before, "to_state": after})
     rows = {"requests": requests, "states": states}
-    with Session.from_rows(rows, contracts.preset("exercise"), window=(0, 1)) as session:
+    with session_over(rows, contracts.preset("exercise"), window=(0, 1)) as session:
         found = session.run("state_times").rows
     illegal = {
         pairs[int(row["class"].removeprefix("request-"))]: row["illegal"] == 1

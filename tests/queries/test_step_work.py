@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from queries.runner import Session
 from reference_server.roofline import Ceilings, achieved
 from reference_server.work import Work
 from sloscope import contract as contracts
+from tests.queries.cases import session_over
 
 AMOUNTS = st.sampled_from([0, 0, 1, 1000, 10**6, 10**9, 2 * 10**9, 10**12])
 RATES = st.sampled_from([1.0, 1e3, 1e9, 3e11])
@@ -39,7 +39,7 @@ def test_the_share_and_what_binds_are_those_of_the_engine(
         engines.append({"engine_id": f"e{number}", "at_ns": 0, **ceilings.record_fields()})
         expected.append(achieved(work, 1000, ceilings))
     rows = {"steps": steps, "engines": engines}
-    with Session.from_rows(rows, contracts.preset("exercise"), window=(0, 10)) as session:
+    with session_over(rows, contracts.preset("exercise"), window=(0, 10)) as session:
         found = session.run("step_work").rows
     assert len(found) == len(expected)
     for row, by_engine in zip(found, expected, strict=True):
