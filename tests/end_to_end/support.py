@@ -4,9 +4,8 @@ import json
 import os
 import shutil
 import socket
-import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -18,6 +17,7 @@ import pytest
 from sloscope.demo.processes import Child, Stage
 from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.records import Record
+from tests.waiting import until
 
 
 def need(program: str) -> str:
@@ -34,20 +34,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def until(what: Callable[[], Any], timeout_s: float = 20, every_s: float = 0.05) -> Any:
-    """The first true value of `what`; a failed assert or connection counts as not yet."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if value := what():
-                return value
-        except (AssertionError, httpx.HTTPError, OSError):
-            if time.monotonic() > deadline:
-                raise
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(every_s)
 
 
 def start_server(stage: Stage, events: Path, *options: str, model: str = "builtin", name: str = "server") -> str:

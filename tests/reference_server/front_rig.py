@@ -17,9 +17,11 @@ from reference_server.link import FrameBuffer, Message, encode
 from reference_server.tokenizer import byte_alphabet
 from sloscope.clock import SystemClock
 from sloscope.contract import Contract
-from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
+from sloscope.journal import JournalWriter
 from sloscope.records import Record
-from tests.reference_server.serving import leave, until
+from tests.journals import journal_of
+from tests.reference_server.serving import leave
+from tests.waiting import until
 
 CHARACTER_OF = {byte: character for character, byte in byte_alphabet().items()}
 END_TOKEN = 256  # tokens 0 … 255 are the bytes
@@ -138,8 +140,7 @@ class FrontRig:
         return int(float(line.split()[1]))
 
     def journal(self, kind: str) -> list[Record]:
-        found = [record for path in journal_files(self.events) for record in read_journal(Tail(path))]
-        return [record for record in found if record["kind"] == kind]
+        return journal_of(self.events, kind)
 
     def records(self, kind: str, request_id: str) -> list[Record]:
         return [record for record in self.journal(kind) if record["request_id"] == request_id]

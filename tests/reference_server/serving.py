@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import httpx
 
 from sloscope.demo.processes import SLOSCOPE, Child
-from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.records import Record
+from tests.journals import journal_of
+from tests.waiting import until
 
 
 class Served:
@@ -42,12 +43,7 @@ class Served:
         return [r for r in self.journal() if r["kind"] == kind and r.get("request_id") == request_id]
 
     def journal(self) -> list[Record]:
-        found = []
-        for path in journal_files(self.events):
-            tail = Tail(path)
-            found += list(read_journal(tail))
-            assert tail.bad_lines == 0, tail.problems
-        return found
+        return journal_of(self.events)
 
     def wait_for_end(self, request_id: str, timeout_s: float = 10) -> Record:
         return until(lambda: next(iter(self.records("end", request_id)), None), timeout_s)
@@ -63,15 +59,6 @@ class Served:
 
     def stop(self) -> int:
         return self.child.stop()
-
-
-def until(what: Any, timeout_s: float = 10) -> Any:
-    """The first value that is not None or False."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := what()):
-        assert time.monotonic() < deadline, f"nothing after {timeout_s} s"
-        time.sleep(0.01)
-    return value
 
 
 WAYS_TO_LEAVE = ("close", "half-close", "reset")

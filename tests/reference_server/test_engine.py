@@ -24,7 +24,8 @@ from sloscope.clock import SystemClock
 from sloscope.contract import preset
 from sloscope.exposition import MetricStore
 from sloscope.ids import new_request_id
-from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
+from sloscope.journal import JournalWriter, journal_files
+from tests.journals import journal_of
 from tests.reference_server.test_work import CONFIG
 from tests.reference_server.tiny_runner import EOS, TinyRunner
 
@@ -93,7 +94,7 @@ class Bench:
 
     def records(self, kind: str) -> list[records.Record]:
         self.journal.flush()
-        return [r for path in journal_files(self.events) for r in read_journal(Tail(path)) if r["kind"] == kind]
+        return journal_of(self.events, kind)
 
     def close(self) -> None:
         self.journal.close()

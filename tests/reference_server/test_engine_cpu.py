@@ -14,7 +14,7 @@ from benchmarks.engine_overhead import WARM_UP_TURNS, InstantRunner, measure_tur
 from benchmarks.forward_sides import write_gguf
 from reference_server.builtin import make_builtin
 from reference_server.gguf_weights import read_gguf
-from sloscope.journal import Tail, journal_files, read_journal
+from tests.journals import journal_of
 from tests.reference_server.test_model_weights import write_gguf as write_tiny_gguf
 
 
@@ -43,7 +43,7 @@ def test_a_turn_of_the_loop_is_a_decode_step_of_the_whole_batch_with_its_record(
     config = make_builtin().config
     turns = list(measure_turns(InstantRunner(), config, 4, batch=5, context=33, turns=7, events=tmp_path))
     assert len(turns) == 7 and all(0 < turn.overhead_ns <= turn.wall_ns for turn in turns)
-    steps = [r for path in journal_files(tmp_path) for r in read_journal(Tail(path)) if r["kind"] == "step"]
+    steps = journal_of(tmp_path, "step")
     # One prefill of all prompts, 5 * 33 tokens, then the turns.
     assert [step["decode_tokens"] for step in steps] == [0] + [5] * (WARM_UP_TURNS + 7)
     assert steps[0]["prefill_tokens"] == 165

@@ -8,7 +8,7 @@ import pytest
 from sloscope.contract import from_shorthand
 from tests.reference_server.front_rig import END_TOKEN, Client, FrontRig
 from tests.reference_server.serving import WAYS_TO_LEAVE as WAYS
-from tests.reference_server.serving import until
+from tests.waiting import until
 
 SLOW_READER_NS = 300_000_000
 # An event is about 150 bytes. The kernel takes no less than some kilobytes at each end.

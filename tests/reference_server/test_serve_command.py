@@ -13,7 +13,8 @@ from reference_server.model_store import BUILTIN, PACKAGED
 from sloscope.demo.processes import SLOSCOPE
 from sloscope.ids import new_request_id
 from sloscope.journal import is_live, journal_files
-from tests.reference_server.serving import Served, until
+from tests.reference_server.serving import Served
+from tests.waiting import until
 
 
 def serve(*arguments: str) -> tuple[int, list[str]]:

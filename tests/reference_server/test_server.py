@@ -15,7 +15,8 @@ import pytest
 from sloscope import catalogue
 from sloscope.ids import is_request_id, new_request_id
 from sloscope.journal import journal_files, writer_of
-from tests.reference_server.serving import Conversation, Served, until
+from tests.reference_server.serving import Conversation, Served
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")
