@@ -358,10 +358,11 @@ def test_client_sidecar_and_definitions_say_the_same_of_one_stream(each: Exchang
         client_records(each, events)
         sidecar_records(each, events)
         assert compact(events, settle_ns=0).problems == []
-        for observer in ("client", "sidecar"):
-            names = ", ".join(f"{observer}_{name}" for name in said)
-            rows = select(events, f"select {names} from {{requests}}")
-            assert [(observer, dict(zip(said, row, strict=True))) for row in rows] == [(observer, said)]
+        columns = [f"{observer}_{name}" for observer in ("client", "sidecar") for name in said]
+        (row,) = select(events, f"select {', '.join(columns)} from {{requests}}")
+        assert dict(zip(columns, row, strict=True)) == {
+            f"{observer}_{name}": value for observer in ("client", "sidecar") for name, value in said.items()
+        }
 
 
 def test_a_cut_stream_of_two_choices_has_the_tokens_of_both() -> None:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.queries.test_lab import sloscope
+from tests.command import sloscope
 
 
 @pytest.fixture(scope="module")

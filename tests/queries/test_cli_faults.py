@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.queries.test_cli import error, events, rows, sloscope  # noqa: F401 - a fixture
+from tests.queries.test_cli import error, events, rows  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Journals become tables in which each request stands exactly once, whatever is killed, late, torn or open."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,17 @@ WALL = 1_700_000_000 * SECOND
 OUTCOME_COLUMNS = ("outcome", "reason", "requests", "qualified", "output_tokens")
 
 
+@cache
+def _duckdb() -> duckdb.DuckDBPyConnection:
+    # Files are made anew under their names here: nothing of them may be kept.
+    return duckdb.connect(config={"enable_external_file_cache": "false"})
+
+
 def select(events: Path, sql: str) -> list[tuple[Any, ...]]:
     """The question with each table's name in braces: `select … from {requests}`."""
     manifest = Manifest.load(events)
     named = {name: tables.table_sql(manifest, events, name) for name in tables.TABLES}
-    return duckdb.connect().execute(sql.format(**named)).fetchall()
+    return _duckdb().execute(sql.format(**named)).fetchall()
 
 
 def one(events: Path, columns: str, table: str = "requests") -> tuple[Any, ...]:

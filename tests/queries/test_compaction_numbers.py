@@ -178,9 +178,13 @@ def test_every_column_of_every_observer_equals_the_definitions_in_any_order_and_
         for writer in writers.values():
             writer.close()
         assert report.problems == []
-        for history in cohort:
-            expected = history.expected()
-            names = ", ".join(f"{history.observer}_{name}" for name in expected)
-            rows = select(events, f"select {names} from {{requests}} where request_id = '{new_id(history.number)}'")
-            assert [dict(zip(expected, row, strict=True)) for row in rows] == [expected]
+        said = [history.expected() for history in cohort]
+        columns = [f"{observer}_{name}" for observer in records.OBSERVERS for name in said[0]]
+        found = {
+            row[0]: dict(zip(columns, row[1:], strict=True))
+            for row in select(events, f"select request_id, {', '.join(columns)} from {{requests}} order by request_id")
+        }
+        for history, expected in zip(cohort, said, strict=True):
+            row = found[new_id(history.number)]
+            assert {name: row[f"{history.observer}_{name}"] for name in expected} == expected
         assert select(events, "select count(*) from {requests}") == [(len({h.number for h in cohort}),)]

@@ -1,10 +1,7 @@
 """The lab fixture through SQL and through the pure definitions; the expected numbers are those of sloscope.lab."""
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -14,16 +11,7 @@ from queries.runner import Session
 from sloscope.contract import preset
 from sloscope.definitions import judge, summarise
 from sloscope.lab import REQUESTS, WINDOW_S
-
-
-def sloscope(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "from sloscope.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONWARNINGS": "error"},
-        timeout=60,
-    )
+from tests.command import sloscope, sloscope_process
 
 
 def relaxed_exercise(gap_ms=None):
@@ -78,7 +66,7 @@ def test_sql_and_definitions_qualify_the_same_requests(tmp_path, gap_ms, names, 
 
 
 def test_the_command_prints_one_row_with_the_agreed_columns():
-    done = sloscope("lab", "--format", "json")
+    done = sloscope_process("lab", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
         {

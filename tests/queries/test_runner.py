@@ -11,10 +11,11 @@ from tests.queries.cases import session_of
 S = 1_000_000_000
 
 
-@pytest.fixture
-def lab(tmp_path):
-    write_journal(tmp_path)
-    with Session(tmp_path, preset("exercise"), contract_name="exercise", window=WINDOW) as session:
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    events = tmp_path_factory.mktemp("lab")
+    write_journal(events)
+    with Session(events, preset("exercise"), contract_name="exercise", window=WINDOW) as session:
         yield session
 
 

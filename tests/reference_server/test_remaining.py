@@ -14,8 +14,8 @@ from sloscope.clock import FakeClock
 from sloscope.contract import preset
 from sloscope.errors import ConfigError
 from sloscope.journal import JournalWriter
+from tests.command import sloscope
 from tests.queries.journal_factory import MS, SECOND, new_id, write_request
-from tests.queries.test_lab import sloscope
 
 # Three answers of 10, 20 and 40 tokens ended by themselves and one was cut off at 20:
 #   t 10: 4 at risk, 1 ended            S = 3/4
