@@ -8,7 +8,8 @@ Not safe for several threads: what another one is to read is a snapshot.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import generate_latest
@@ -23,6 +24,15 @@ Labels = tuple[str, ...]
 Key = tuple[str, Labels]
 OTHER = "other"
 _BIN_ABOVE = 50_000  # pending values are counted early, so that memory is bounded without a scrape
+
+
+class Row(NamedTuple):
+    """A series that is kept elsewhere, such as a histogram with edges of its own."""
+
+    name: str
+    labels: Labels
+    value: float  # of a histogram its sum
+    buckets: Sequence[tuple[str, float]] = ()  # `le` and cumulative count, +Inf last
 
 
 class _Histogram:
@@ -71,6 +81,7 @@ class MetricStore:
         self._dirty: set[Key] = set()
         self._remote: set[Key] = set()
         self._seen: dict[str, set[str]] = {}
+        self._sources: list[Callable[[], Iterable[Row]]] = []
         for name, metric in self._metrics.items():
             if not metric.labels and not metric.optional:
                 self.init(name)
@@ -188,6 +199,10 @@ class MetricStore:
 
     # --- reading
 
+    def add_source(self, rows: Callable[[], Iterable[Row]]) -> None:
+        """`rows` is called for every snapshot, in the thread that takes it. Its series are those of no one else."""
+        self._sources.append(rows)
+
     def snapshot(self) -> "Snapshot":
         """All series as of now: little work, where the rest of a scrape may be done in another thread."""
         self._count()
@@ -195,6 +210,7 @@ class MetricStore:
             tuple(self._metrics.values()),
             {key: self.get(*key) for key in self._values.keys() | self._absorbed.keys()},
             {key: (row.edges_ns, row.bins.copy(), row.sum_ns) for key, row in self._histograms.items()},
+            [row for rows in self._sources for row in rows()],
         )
 
     def collect(self) -> Iterator[Family]:
@@ -212,10 +228,12 @@ class Snapshot(Collector):
         metrics: Iterable[catalogue.Metric],
         values: Mapping[Key, float],
         histograms: Mapping[Key, tuple[np.ndarray, np.ndarray, int]],  # edges and bins, and the sum of what they count
+        rows: Iterable[Row],
     ) -> None:
         self._metrics = metrics
         self._values = values
         self._histograms = histograms
+        self._rows = rows
 
     def collect(self) -> Iterator[Family]:
         families = {metric.name: _family(metric) for metric in self._metrics}
@@ -226,6 +244,9 @@ class Snapshot(Collector):
             edges = [str(edge / 1e9) for edge in edges_ns.tolist()] + ["+Inf"]
             buckets = list(zip(edges, cumulative, strict=True))
             families[name].add_metric(labels, buckets, sum_ns / 1e9)  # type: ignore[attr-defined]
+        for row in self._rows:
+            values = (row.buckets, row.value) if row.buckets else (row.value,)
+            families[row.name].add_metric(row.labels, *values)  # type: ignore[attr-defined]
         yield from families.values()
 
     def render(self) -> bytes:
