@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dashboards import layout, panels_engine, panels_recorder, panels_sql
+from dashboards import layout, panels_engine, panels_recorder, panels_sql, panels_upstream
 
 UID = "sloscope-engine-against-receipt"
 
@@ -28,6 +28,23 @@ def dashboard() -> Any:
                     panels_engine.undelivered,
                     panels_recorder.upstreams_up,
                     panels_recorder.upstreams_in_flight,
+                ),
+            ),
+            layout.Row(
+                "By the word of the upstream's engine",
+                (
+                    panels_upstream.ttft,
+                    panels_upstream.token_interval,
+                    panels_upstream.e2e,
+                    panels_upstream.queue_and_prefill,
+                    panels_upstream.requests,
+                    panels_upstream.kv_usage,
+                    panels_upstream.tokens,
+                    panels_upstream.prefix_reuse,
+                    panels_upstream.preemptions,
+                    panels_upstream.ended,
+                    panels_upstream.polled,
+                    panels_upstream.poll_time,
                 ),
             ),
             layout.Row(

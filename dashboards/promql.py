@@ -80,6 +80,11 @@ def engine(name: str) -> Series:
     return row(f"{catalogue.PREFIX}engine_{name}")
 
 
+def upstream_engine(name: str) -> Series:
+    """What an upstream's engine says of itself, as the sidecar polled it."""
+    return row(f"{catalogue.PREFIX}upstream_engine_{name}")
+
+
 def _by(labels: Sequence[str], operator: str = "sum") -> str:
     return f"{operator} by ({', '.join(labels)})" if labels else operator
 

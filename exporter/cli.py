@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from exporter.settings import Settings, check_role, parse_upstream, tls_context
+from exporter.settings import Settings, check_role, parse_engine_metrics, parse_upstream, tls_context
 from sloscope import contract as contracts
 from sloscope.client import contract_file
 from sloscope.errors import ConfigError, ContractError
@@ -19,6 +19,7 @@ from sloscope.units import parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 _TOKEN_VARIABLE = "SLOSCOPE_TOKEN"
+_FASTEST_POLL_NS = 100_000_000
 
 
 @app.command()
@@ -41,6 +42,11 @@ def sidecar(
     ] = 8 << 20,
     drain: Annotated[str, typer.Option(help="How long open streams may go on after SIGTERM.")] = "10s",
     sql_every: Annotated[str, typer.Option(help="How often sloscope_sql_ series are computed; off: never.")] = "30s",
+    engine_metrics: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of an engine's own /metrics, to be shown beside ours; repeat it for several."),
+    ] = None,
+    engine_metrics_every: Annotated[str, typer.Option(help="How often those are asked for.")] = "5s",
     ca_file: Annotated[str, typer.Option(help="Certificates to trust for https upstreams, PEM.")] = "",
     token_file: Annotated[
         str, typer.Option(help=f"File with the bearer token of the control address; or set {_TOKEN_VARIABLE}.")
@@ -64,6 +70,7 @@ def sidecar(
     _check_ca_file(ca_file)
     drain_ns = parse_duration_ns(drain, "--drain")
     sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every")
+    engines, engines_every_ns = _engine_metrics(engine_metrics or [], engine_metrics_every)
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
     check_role(role)
@@ -85,8 +92,23 @@ def sidecar(
                 socket_path=f"{directory}/metrics.sock",
                 sql_every_ns=sql_every_ns,
                 token=token,
+                engine_metrics=engines,
+                engine_metrics_every_ns=engines_every_ns,
             )
             raise typer.Exit(supervise(settings, listener, control_listener))
+
+
+def _engine_metrics(urls: list[str], every: str) -> tuple[tuple[str, ...], int]:
+    labels: dict[str, str] = {}
+    for url in urls:
+        label, _ = parse_engine_metrics(url)
+        if label in labels:
+            raise ConfigError(f"--engine-metrics: {url!r} is the same as {labels[label]!r}; accepted: each engine once")
+        labels[label] = url
+    every_ns = parse_duration_ns(every, "--engine-metrics-every")
+    if every_ns < _FASTEST_POLL_NS:
+        raise ConfigError(f"--engine-metrics-every: {every!r} is not accepted; accepted: at least 100ms")
+    return tuple(urls), every_ns
 
 
 def _contract_text(path: str, shorthand: str) -> tuple[str, bool]:

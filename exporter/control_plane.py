@@ -22,6 +22,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
 from exporter import recorder
+from exporter.engine_metrics import EngineMetrics
 from exporter.link import DataPlaneLink
 from exporter.questions import OutOfTimeError, Questions, parse_time_ns, published
 from exporter.receipts import MAX_BATCH, MAX_BYTES, ReceiptError, Receipts
@@ -49,6 +50,7 @@ class ControlPlane:
             lambda: JournalWriter(Path(settings.events), "client", clock, recorder.encode),
             clock,
         )
+        self.engines = EngineMetrics(settings, self.store, clock)
         self.questions = Questions(Path(settings.events), self.contract)
         self.data_plane_answers = False
         self._publish_contract()
@@ -99,6 +101,7 @@ def create_app(plane: ControlPlane) -> FastAPI:
         tasks = [asyncio.create_task(plane.keep_polling())]
         if plane.settings.sql_every_ns:
             tasks.append(asyncio.create_task(plane.keep_publishing()))
+        tasks += [asyncio.create_task(poller) for poller in plane.engines.pollers()]
         yield
         for task in tasks:
             task.cancel()

@@ -24,19 +24,19 @@ class Upstream:
     authority: bytes  # the Host header
 
 
-def parse_upstream(text: str) -> Upstream:
-    accepted = "accepted: http://HOST[:PORT][/PREFIX] or https://…"
+def parse_upstream(text: str, option: str = "--upstream") -> Upstream:
+    accepted = "accepted: http://HOST[:PORT][/PATH] or https://…"
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError:
-        raise ConfigError(f"--upstream: {text!r} is not a URL; {accepted}") from None
+        raise ConfigError(f"{option}: {text!r} is not a URL; {accepted}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--upstream: {text!r} is not accepted; {accepted}")
+        raise ConfigError(f"{option}: {text!r} is not accepted; {accepted}")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("--upstream: must not carry credentials, a query or a fragment; " + accepted)
+        raise ConfigError(f"{option}: must not carry credentials, a query or a fragment; {accepted}")
     if port == 0 or not text.isascii() or any(c.isspace() for c in text):
-        raise ConfigError(f"--upstream: {text!r} is not accepted; {accepted}")
+        raise ConfigError(f"{option}: {text!r} is not accepted; {accepted}")
     tls = parts.scheme == "https"
     path = parts.path.rstrip("/")
     return Upstream(
@@ -47,6 +47,15 @@ def parse_upstream(text: str) -> Upstream:
         prefix=path.encode(),
         authority=parts.netloc.encode(),
     )
+
+
+def parse_engine_metrics(text: str) -> tuple[str, str]:
+    """(label, URL) of an engine's own metrics. The label is HOST:PORT, with the path where it is not /metrics."""
+    found = parse_upstream(text, "--engine-metrics")
+    path = found.prefix.decode() or "/metrics"
+    host = f"[{found.host}]" if ":" in found.host else found.host
+    label = f"{host}:{found.port}" + ("" if path == "/metrics" else path)
+    return label, found.url.removesuffix(found.prefix.decode()) + path
 
 
 def tls_context(ca_file: str = "") -> ssl.SSLContext:
@@ -72,6 +81,8 @@ class Settings:
     socket_path: str  # where the data plane hands its metrics to the control plane
     sql_every_ns: int  # 0: off
     token: str = ""
+    engine_metrics: tuple[str, ...] = ()  # URLs as given, each with a label of its own
+    engine_metrics_every_ns: int = 5_000_000_000
 
     def load_contract(self) -> contracts.Contract:
         read = contracts.from_shorthand if self.contract_is_shorthand else contracts.parse
@@ -82,7 +93,8 @@ class Settings:
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Settings:
-        return cls(**{**body, "upstreams": tuple(body["upstreams"])})
+        lists = {name: tuple(body[name]) for name in ("upstreams", "engine_metrics")}
+        return cls(**{**body, **lists})
 
 
 def check_role(role: str) -> str:

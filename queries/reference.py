@@ -16,7 +16,7 @@ import typer
 from queries import tables
 from queries.header import Header
 from queries.runner import base_views, list_questions, question
-from sloscope import catalogue, errors, records
+from sloscope import catalogue, errors, foreign_names, records
 from sloscope.cli import COMMANDS
 from sloscope.journal import write_atomically
 from sloscope.output import message
@@ -29,6 +29,7 @@ def pages() -> dict[str, str]:
     """File name → text."""
     return {
         "metrics.md": catalogue.markdown(),
+        "upstream-engines.md": foreign_names.markdown(),
         "questions.md": questions_page(),
         "records.md": records_page(),
         "tables.md": tables_page(),

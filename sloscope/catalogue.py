@@ -19,7 +19,7 @@ class Metric(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper edges in the metric's unit, without +Inf
-    measured_at: str = "sidecar"  # client, sidecar, engine, recorder, sql
+    measured_at: str = "sidecar"  # client, sidecar, engine, upstream, recorder, sql
     processes: tuple[str, ...] = ("sidecar",)  # which expositions carry it: sidecar, server
     limit: str = ""  # the contract limit whose values become bucket edges
     optional: bool = False  # absent until it is known, since 0 would be a value
@@ -140,6 +140,31 @@ _ENGINE = [
     _engine("ceiling_bytes_per_second", "gauge", "Bytes a second that this machine was measured to reach: weights, kv, transfer; absent until calibrated.", ("part",), optional=True),
 ]  # fmt: skip
 
+_UPSTREAM_ENGINE = ("upstream", "kind", "model")
+
+
+def _upstream(name: str, kind: str, text: str, *labels: str) -> Metric:
+    """What an upstream's engine says on its own /metrics, see foreign_names.py. Its histograms keep their own edges."""
+    return Metric(f"{PREFIX}upstream_engine_{name}", kind, text, (*_UPSTREAM_ENGINE, *labels), (), "upstream")
+
+
+_UPSTREAM = [
+    _upstream("requests_running", "gauge", "Requests in the batch, by the word of the upstream's engine."),
+    _upstream("requests_waiting", "gauge", "Requests not in the batch yet, by the word of the upstream's engine."),
+    _upstream("kv_usage_ratio", "gauge", "Share of the KV cache in use, by the word of the upstream's engine; of several ranks the fullest."),
+    _upstream("ttft_seconds", "histogram", "Time to first token as the upstream's engine measures it; where it begins and ends is the engine's own choice."),
+    _upstream("token_interval_seconds", "histogram", "Time between tokens or engine outputs of a request as the upstream's engine measures it."),
+    _upstream("queue_seconds", "histogram", "Time in the queue as the upstream's engine measures it."),
+    _upstream("prefill_seconds", "histogram", "Time from scheduling to the first token as the upstream's engine measures it."),
+    _upstream("e2e_seconds", "histogram", "Time of a request from begin to end as the upstream's engine measures it."),
+    _upstream("prompt_tokens_total", "counter", "Prompt tokens, by the word of the upstream's engine."),
+    _upstream("generation_tokens_total", "counter", "Output tokens, by the word of the upstream's engine."),
+    _upstream("preemptions_total", "counter", "Requests whose KV was taken back before they ended, by the word of the upstream's engine."),
+    _upstream("requests_total", "counter", "Requests that ended, by the word of the upstream's engine; the reasons are its own.", "reason"),
+    _upstream("prefix_queried_tokens_total", "counter", "Tokens that were looked for in the prefix cache, by the word of the upstream's engine."),
+    _upstream("prefix_reused_tokens_total", "counter", "Tokens that were found in the prefix cache, by the word of the upstream's engine."),
+]  # fmt: skip
+
 _RECORDER = [
     Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on.", (), ADDED_EDGES),
     Metric(f"{PREFIX}sidecar_passthrough_total", "counter", "Requests of other APIs, forwarded untouched and not judged."),
@@ -157,6 +182,10 @@ _RECORDER = [
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),
     Metric(f"{PREFIX}upstream_up", "gauge", "1 if the last connect to the upstream worked.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),
+    Metric(f"{PREFIX}upstream_engine_up", "gauge", "1 if the engine's metrics came and were understood at the last poll.", ("upstream",), (), "recorder"),
+    Metric(f"{PREFIX}upstream_engine_scrape_seconds", "gauge", "How long the last poll of the engine's metrics took.", ("upstream",), (), "recorder"),
+    Metric(f"{PREFIX}upstream_engine_scrape_failures_total", "counter", "Polls of the engine's metrics that failed, by cause.", ("upstream", "cause"), (), "recorder"),
+    Metric(f"{PREFIX}upstream_engine_lines_skipped_total", "counter", "Lines of the engine's metrics that were not passed on, by cause.", ("upstream", "cause"), (), "recorder"),
     Metric(f"{PREFIX}data_plane_restarts_total", "counter", "Times the data plane was started again after it died.", (), (), "recorder"),
     Metric(f"{PREFIX}sql_attainment_ratio", "gauge", "Qualified over offered, latest result of the goodput question.", ("class",), (), "sql"),
     Metric(f"{PREFIX}sql_goodput_rps", "gauge", "Qualified requests per second, latest result of the goodput question.", ("class",), (), "sql"),
@@ -171,6 +200,7 @@ METRICS: tuple[Metric, ...] = (
     *_receipt_families("client", "by the consumer's own process"),
     *_receipt_families("sidecar", "at the sidecar"),
     *_ENGINE,
+    *_UPSTREAM,
     *_RECORDER,
 )
 _BY_NAME = {metric.name: metric for metric in METRICS}

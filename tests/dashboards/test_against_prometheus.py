@@ -18,7 +18,7 @@ import pytest
 from dashboards import build, rules
 from sloscope import catalogue
 from sloscope.contract import preset
-from sloscope.exposition import MetricStore
+from sloscope.exposition import MetricStore, Row
 from tests.end_to_end.support import need
 
 EXERCISE = preset("exercise")
@@ -30,6 +30,9 @@ LABELS = {
     "limit": ("ttft", "ttft_visible", "itl_max", "tpot", "e2e"),
     "part": ("weights", "kv", "kv_read", "transfer"),
 }
+
+# Histograms of foreign engines, which come with their edges.
+_OWN_EDGES = [metric for metric in catalogue.METRICS if metric.kind == "histogram" and not metric.buckets]
 
 
 class Target:
@@ -45,12 +48,15 @@ class Target:
             for store, process in zip(self._stores, ("sidecar", "server"), strict=True)
             for metric in catalogue.exposed_by(process)
             if metric.processes[0] == process  # one address: what both expose stands once
+            if metric not in _OWN_EDGES
             for labels in label_sets(metric.labels)
         ]
         for store, metric, labels in self._children:
             store.init(metric.name, labels)
             if metric.name == "sloscope_contract_objective_ratio":
                 store.set(metric.name, 0.99, labels)
+        self._seconds = 0  # of traffic
+        self._stores[0].add_source(self._own_edges)
         target = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,9 +77,19 @@ class Target:
     def scrape(self) -> bytes:
         with self._lock:
             self.scrapes += 1
+            self._seconds += self.busy
             for store, metric, labels in self._children if self.busy else ():
                 self._advance(store, metric, labels)
             return b"".join(store.render() for store in self._stores)
+
+    def _own_edges(self) -> list[Row]:
+        """Ten samples a second with the edges of an engine that is not ours."""
+        buckets = [(edge, count * self._seconds) for edge, count in (("0.025", 8), ("0.5", 9), ("+Inf", 10))]
+        return [
+            Row(metric.name, labels, self._seconds, buckets)
+            for metric in _OWN_EDGES
+            for labels in label_sets(metric.labels)
+        ]
 
     def _advance(self, store: MetricStore, metric: catalogue.Metric, labels: tuple[str, ...]) -> None:
         if metric.kind == "counter":
