@@ -4,16 +4,20 @@ Counters and SQL read the same requests by different ways. Over one life of the 
 have to agree to the last one; and whatever a panel or a rule asks has an answer.
 """
 
+import itertools
 import json
 import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from sloscope import contract as contracts
 from sloscope.demo.processes import SLOSCOPE, Child, Stage, ask
 from tests.end_to_end.scrapes import POINTS, Scrape, Scraper, promtool_check, scrape
 from tests.end_to_end.support import Prometheus, start_server, start_sidecar, until
+from tests.exporter.engine_texts import vllm
 from tests.reference_server.serving import Conversation
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -118,7 +123,7 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     events, contract = path / "events", path / "contract.toml"
     contract.write_text(CONTRACT.format(observer=observer))
     started_ms = time.time_ns() // 1_000_000
-    with Stage(path) as stage:
+    with Stage(path) as stage, vllm_metrics() as vllm_url:
         lengths, served = path / "lengths.json", path / "served.toml"
         # The server refuses a class that it does not know; the sidecar only counts it as unknown.
         served.write_text(contract.read_text() + '[classes.nobody]\nttft = "3s"\n')
@@ -129,11 +134,38 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             "--send-buffer", "4096", "--slow-reader-after", "1s",
         )  # fmt: skip
         url, control, sidecar = start_sidecar(
-            stage, server, events, "--contract", str(contract), "--sql-every", "3s", "--drain", "1s"
-        )
+            stage, server, events, "--contract", str(contract), "--sql-every", "3s", "--drain", "1s",
+            "--engine-metrics", server, "--engine-metrics", vllm_url, "--engine-metrics-every", "1s",
+        )  # fmt: skip
         targets = {"sidecar": control, "server": server}
         prometheus = Prometheus(stage, path / "prometheus", targets, rule_file(contract, path))
         yield Chain(observer, events, contract, server, url, control, sidecar, prometheus, started_ms)
+
+
+@contextmanager
+def vllm_metrics() -> Iterator[str]:
+    """A stand-in for an engine that tells the time of a whole request, which ours does not. Each poll finds more."""
+    polls = itertools.count(1)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = vllm(scale=next(polls)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def rule_file(contract: Path, folder: Path) -> Path:
