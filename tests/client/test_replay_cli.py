@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,21 +20,18 @@ import pytest
 from sloscope import contract as contracts
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, SseServer, tokens
+from tests.command import sloscope, sloscope_process
 
 GOODPUT = ["--goodput", "ttft:300 itl_max:100"]
 TEN = "synthetic:constant?n=10&rate=100&output_p50=4&output_sigma=0"
 
 
-def sloscope(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "from sloscope.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "replay", *arguments], capture_output=True, text=True, timeout=60
-    )
+replayed = partial(sloscope_process, "replay")
 
 
 def test_a_run_prints_one_json_row_and_exits_0(tmp_path: Path) -> None:
     with SseServer(tokens(4)) as server:
-        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "json")
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "json")
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert (row["offered"], row["completed"], row["failed"], row["unfinished"]) == (10, 10, 0, 0)
@@ -46,7 +44,7 @@ def test_a_run_prints_one_json_row_and_exits_0(tmp_path: Path) -> None:
 
 def test_another_server_is_replayed_with_forced_lengths(tmp_path: Path) -> None:
     with SseServer(tokens(4), owned_by="vllm") as server:
-        done = sloscope(TEN, "--url", f"{server.url}/v1", "--events", str(tmp_path), *GOODPUT, "--api", "completions")
+        done = replayed(TEN, "--url", f"{server.url}/v1", "--events", str(tmp_path), *GOODPUT, "--api", "completions")
         assert all(asked.json["ignore_eos"] and asked.path == "/v1/completions" for asked in server.asked)
         assert len(server.asked) == 10
     assert done.returncode == 0 and "lengths forced" in done.stderr
@@ -63,8 +61,8 @@ def test_a_server_that_refuses_ignore_eos_is_replayed_with_caps_alone(
             await tokens(4)(asked, reply)
 
     with SseServer(script, owned_by="local") as server:
-        forced = sloscope(TEN, "--url", server.url, "--events", str(tmp_path / "forced"), *GOODPUT)
-        capped = sloscope(
+        forced = replayed(TEN, "--url", server.url, "--events", str(tmp_path / "forced"), *GOODPUT)
+        capped = replayed(
             TEN, "--url", server.url, "--events", str(tmp_path / "capped"), *GOODPUT, "--lengths", "capped"
         )
     assert forced.returncode == 1 and "--lengths capped does without" in forced.stderr
@@ -78,7 +76,7 @@ def test_a_server_that_refuses_ignore_eos_is_replayed_with_caps_alone(
 def test_a_dead_upstream_is_one_line_and_exit_2_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with SseServer(tokens(1)) as server:
         url = server.url
-    done = sloscope(TEN, "--url", url, "--events", str(tmp_path / "events"), *GOODPUT)
+    done = replayed(TEN, "--url", url, "--events", str(tmp_path / "events"), *GOODPUT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"error: --url: {url}/v1 cannot be reached: ")
     assert not (tmp_path / "events").exists()
@@ -89,7 +87,7 @@ def test_a_server_that_never_answers_is_exit_1(tmp_path: Path) -> None:
         await asyncio.sleep(30)
 
     with SseServer(script) as server:
-        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--drain", "300ms")
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--drain", "300ms")
     assert done.returncode == 1 and "no request came to its end" in done.stderr
 
 
@@ -98,7 +96,7 @@ def test_every_request_failed_is_exit_1(tmp_path: Path) -> None:
         await reply.json(500, {"error": {}})
 
     with SseServer(script) as server:
-        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "csv")
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "csv")
     assert done.returncode == 1 and "every request failed" in done.stderr
     header, values = done.stdout.splitlines()
     row = dict(zip(header.split(","), values.split(","), strict=True))
@@ -107,7 +105,7 @@ def test_every_request_failed_is_exit_1(tmp_path: Path) -> None:
 
 def test_a_dry_run_needs_no_server_and_writes_nothing(tmp_path: Path) -> None:
     done = sloscope(
-        TEN, "--dry-run", *GOODPUT, "--rate", "20", "--events", str(tmp_path / "events"), "--format", "json"
+        "replay", TEN, "--dry-run", *GOODPUT, "--rate", "20", "--events", str(tmp_path / "events"), "--format", "json"
     )
     (row,) = json.loads(done.stdout)
     assert done.returncode == 0 and not (tmp_path / "events").exists()
@@ -155,7 +153,7 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
-    done = sloscope(*arguments)
+    done = sloscope("replay", *arguments)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
 
@@ -163,7 +161,7 @@ def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> No
 def test_a_header_is_sent_and_never_recorded(tmp_path: Path) -> None:
     with SseServer(tokens(1)) as server:
         arguments = ["--url", server.url, "--events", str(tmp_path), "--header", "Authorization: Bearer s3cret"]
-        done = sloscope(TEN, *arguments, *GOODPUT)
+        done = replayed(TEN, *arguments, *GOODPUT)
         assert all(asked.headers["authorization"] == "Bearer s3cret" for asked in server.asked)
     assert done.returncode == 0
     assert all(b"s3cret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -172,7 +170,7 @@ def test_a_header_is_sent_and_never_recorded(tmp_path: Path) -> None:
 def test_an_events_directory_of_another_contract_is_refused(tmp_path: Path) -> None:
     (tmp_path / "contract.toml").write_text('version = 1\n[classes.a]\nttft = "1s"\n')
     with SseServer(tokens(1)) as server:
-        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT)
+        done = sloscope("replay", TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT)
         assert server.asked == []
     assert done.returncode == 2 and "another --events directory" in done.stderr
 
@@ -180,7 +178,7 @@ def test_an_events_directory_of_another_contract_is_refused(tmp_path: Path) -> N
 def test_an_events_path_that_is_a_file_is_one_line_and_exit_2(tmp_path: Path) -> None:
     (tmp_path / "events").write_text("")
     with SseServer(tokens(1)) as server:
-        done = sloscope(TEN, "--url", server.url, "--events", str(tmp_path / "events"), *GOODPUT)
+        done = sloscope("replay", TEN, "--url", server.url, "--events", str(tmp_path / "events"), *GOODPUT)
         assert server.asked == []
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "events directory" in done.stderr
 

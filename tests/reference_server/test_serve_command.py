@@ -13,6 +13,7 @@ from reference_server.model_store import BUILTIN, PACKAGED
 from sloscope.demo.processes import SLOSCOPE
 from sloscope.ids import new_request_id
 from sloscope.journal import is_live, journal_files
+from tests.command import sloscope
 from tests.reference_server.serving import Served
 from tests.waiting import until
 
@@ -71,7 +72,6 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
         (["--listen", "here"], "error: --listen: 'here' is not an address; accepted: HOST:PORT or PORT"),
         (["--max-context", "8"], "error: --max-context: 8 tokens; accepted: 0, or 16 and more"),
         (["--drain", "soon"], "error: --drain: 'soon' is not a duration"),
-        (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
         (["--order", "lifo"], "error: --order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
         (["--reservation", "estimate"], "error: --reservation: 'estimate' needs lengths; accepted: together with"),
         (["--lengths", "nowhere.json"], "error: nowhere.json: cannot be read"),
@@ -83,10 +83,22 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
             "error: --tenant-weights: 'a=3'; accepted: each tenant once as TENANT=NUMBER",
         ),
         (["--slow-reader-after", "soon"], "error: --slow-reader-after: 'soon' is not a duration"),
-        (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], line: str) -> None:
+    done = sloscope("serve", "--listen", "127.0.0.1:0", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith(line), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
+        (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
+    ],
+)
+def test_what_is_wrong_only_once_processes_run_is_one_line_and_exit_2(arguments: list[str], line: str) -> None:
     code, lines = serve(*arguments)
     assert code == 2 and len(lines) == 1 and lines[0].startswith(line), lines
 
