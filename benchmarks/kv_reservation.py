@@ -6,7 +6,7 @@ the lengths of an earlier trace from another seed. Prefix. Requests that begin w
 the other, to a server without and one with reuse.
 
 `at_once` is over the time of the steps, shares are of the pool, `run_twice` are the tokens that preempted requests lost
-and ran again, and `busy_s` is the time of all steps. A p99 of fewer than 299 requests is not given.
+and ran again, and `steps` says how many it took. A p99 of fewer than 299 requests is not given.
 `python -m benchmarks.kv_reservation`.
 """
 
@@ -54,7 +54,7 @@ def reservation_rows(asked: argparse.Namespace, folder: Path) -> list[Row]:
         options = (*pool, "--max-batch", str(asked.max_batch), "--reservation", name)
         known = ("--lengths", str(lengths)) if name == "estimate" else ()
         with served(asked, events, *options, *known) as url:
-            replay(trace, url, events, PATIENT, asked.seed)
+            replay(trace, url, events, asked.seed)
         rows.append(reservation_row(name, events))
     return rows
 
@@ -77,7 +77,7 @@ def reservation_row(name: str, events: Path) -> Row:
             "run_twice": int(again["tokens"]),
             "resident_share": round(kv["resident_share"], 3),
             "reserved_share": round(kv["promised_share"] - kv["resident_share"], 3),
-            "busy_s": round(kv["busy_s"], 2),
+            "steps": kv["steps"],
         }
 
 
@@ -123,11 +123,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=80, help="requests per second (default: 80)")
     parser.add_argument(
         "--lengths",
-        default="prompt_p50=24&prompt_sigma=0.5&output_p50=28&output_sigma=0.8",
-        help="as in a synthetic trace (default: medians of 24 and 28 tokens)",
+        default="prompt_p50=8&prompt_sigma=0.5&output_p50=28&output_sigma=0.6",
+        help="as in a synthetic trace (default: medians of 8 and 28 tokens)",
     )
-    parser.add_argument("--max-tokens", type=int, default=320, help="that every request asks for (default: 320)")
-    parser.add_argument("--kv-blocks", type=int, default=240, help="of the pool (default: 240)")
+    parser.add_argument("--max-tokens", type=int, default=160, help="that every request asks for (default: 160)")
+    parser.add_argument("--kv-blocks", type=int, default=160, help="of the pool (default: 160)")
     parser.add_argument("--block-tokens", type=int, default=8, help="of a block (default: 8)")
     parser.add_argument("--max-batch", type=int, default=32, help="(default: 32)")
     parser.add_argument("--prefix-requests", type=int, default=24, help="(default: 24)")

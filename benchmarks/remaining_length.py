@@ -1,14 +1,16 @@
 """What a length table is worth to admission and to KV: the same overload with `--lengths` off and on.
 
 An earlier load, in which everybody is let in, leaves three things: the length table (`sloscope query survival_curve`),
-the cost model of a step (`sloscope model fit`), and the median first token, which is taken as the limit on it, so that
-it means the same on any machine. Then another load of the same kind, with the same requests each time:
+the cost model of a step (`sloscope model fit`), and the median first token, which becomes the limit on it, so that it
+means the same on any machine. Then another load of the same kind, with the same requests each time:
 
 - off: deadline admission counts an answer as long as its `max_tokens`, and `--reservation full` promises that;
 - on: both go by the table (`--lengths`, `--reservation estimate`).
 
-`late` were let in and had their first token after the limit; errors are realised - predicted first token, of what was
-said at arrival (`sloscope query admission_calibration`). `python -m benchmarks.remaining_length`.
+Every second request is `urgent`, with the limit; good, late (let in, and the first token came after the limit) and
+refused are of those. The others are `patient` and never refused, so that predictions can be held to what came even
+where admission would refuse all that it thinks late: errors are realised - predicted first token, of what was said at
+arrival to those who were let in (`sloscope query admission_calibration`). `python -m benchmarks.remaining_length`.
 """
 
 import argparse
@@ -20,7 +22,6 @@ from benchmarks.admission import calibration
 from benchmarks.engine_steps import options_of, save
 from benchmarks.load import synthetic
 from benchmarks.served import (
-    PATIENT,
     WHOLE_S,
     Row,
     at_once,
@@ -35,73 +36,84 @@ from benchmarks.served import (
     survival_curve,
     write_trace,
 )
-from sloscope.contract import from_shorthand
+from sloscope.contract import Contract, load
 from sloscope.demo.processes import ask
-from sloscope.output import message, print_rows
+from sloscope.output import print_rows
 
+URGENT, PATIENT_CLASS = "urgent", "patient"
 FEWEST = 6  # requests of which `sloscope query quantiles` gives a median
 
 
-def rows_of(asked: argparse.Namespace, folder: Path) -> tuple[str, list[Row]]:
-    """The contract, and a row for each server."""
+def contract_of(ttft_ms: int) -> str:
+    return f"""
+version = 1
+default_class = "{PATIENT_CLASS}"
+[classes.{URGENT}]
+ttft = "{ttft_ms}ms"
+[classes.{PATIENT_CLASS}]
+e2e = "600s"
+"""
+
+
+def rows_of(asked: argparse.Namespace, folder: Path) -> tuple[int, list[Row]]:
+    """The limit in ms, and a row for each server."""
     drawn = synthetic(asked.rate, asked.requests / asked.rate, asked.lengths)
     early, late = folder / "early.jsonl", folder / "late.jsonl"
-    write_trace(early, drawn, asked.seed + 1, asked.max_tokens)
-    write_trace(late, drawn, asked.seed, asked.max_tokens)
+    write_trace(early, drawn, asked.seed + 1, asked.max_tokens, (URGENT, PATIENT_CLASS))
+    write_trace(late, drawn, asked.seed, asked.max_tokens, (URGENT, PATIENT_CLASS))
     pool = ("--kv-blocks", str(asked.kv_blocks), "--max-batch", str(asked.max_batch))
 
-    events = folder / "earlier"
+    events, unlimited = folder / "earlier", folder / "unlimited.toml"
+    unlimited.write_text(contract_of(600_000), encoding="utf-8")
     with served(asked, events, *pool) as url:
-        replay(early, url, events, PATIENT, asked.seed + 1)
-    lengths, cost = folder / "lengths.json", folder / "cost.json"
-    lengths.write_text(survival_curve(events, PATIENT), encoding="utf-8")
+        replay(early, url, events, asked.seed + 1, unlimited)
+    lengths, cost, promised = folder / "lengths.json", folder / "cost.json", folder / "contract.toml"
+    lengths.write_text(survival_curve(events), encoding="utf-8")
     ask("model", "fit", "--events", str(events), "--out", str(cost))
-    goodput = limit_of(events)
-    message(f"contract {goodput}: the median first token of the earlier load")
-    rows = [row_of("earlier load, all let in", "-", events, goodput)]
-    deadline = ("--admission", "deadline", "--cost-model", str(cost), "--goodput", goodput)
+    ttft_ms = median_ttft_ms(events, load(unlimited))
+    promised.write_text(contract_of(ttft_ms), encoding="utf-8")
+    rows = [row_of("earlier load, all let in", "-", events, load(promised))]
+    deadline = ("--admission", "deadline", "--cost-model", str(cost), "--contract", str(promised))
     for name, options in (
         ("off", ("--reservation", "full")),
         ("on", ("--reservation", "estimate", "--lengths", str(lengths))),
     ):
         events = folder / name
         with served(asked, events, *pool, *deadline, *options) as url:
-            replay(late, url, events, goodput, asked.seed)
-        rows.append(row_of("deadline", name, events, goodput))
-    return goodput, rows
+            replay(late, url, events, asked.seed, promised)
+        rows.append(row_of("deadline", name, events, load(promised)))
+    return ttft_ms, rows
 
 
-def limit_of(events: Path) -> str:
-    with questions(events, from_shorthand(PATIENT)) as session:
+def median_ttft_ms(events: Path, contract: Contract) -> int:
+    with questions(events, contract) as session:
         ttft_s = quantile_of(session, "ttft", "p50")
     assert ttft_s is not None, "no median"
-    return f"ttft:{max(1, round(ttft_s * 1e3))}"
+    return max(1, round(ttft_s * 1e3))
 
 
-def row_of(admission: str, lengths: str, events: Path, goodput: str) -> Row:
-    with questions(events, from_shorthand(goodput)) as session:
-        (found,) = session.run("goodput").rows
+def row_of(admission: str, lengths: str, events: Path, contract: Contract) -> Row:
+    with questions(events, contract) as session:
         (kv,) = session.run("kv_usage", bucket_s=WHOLE_S).rows
-        outcomes = session.run("outcomes").rows
-        requests = session.run("requests").rows
+        urgent = [row for row in session.run("requests").rows if row["class"] == URGENT]
         errors = calibration(session.run("admission_calibration").rows)
         mean, _ = at_once(session)
     return {
         "admission": admission,
         "lengths": lengths,
-        "offered": found["offered"],
-        "good": found["qualified"],
-        "late": sum(row["outcome"] == "completed" and "ttft" in row["misses"].split() for row in requests),
-        "refused": sum(row["requests"] for row in outcomes if row["reason"] == "rejected"),
-        "at_once_mean": rounded(mean, 1),
-        "preemptions": kv["preemptions"],
+        "urgent": len(urgent),
+        "good": sum(row["qualified"] for row in urgent),
+        "late": sum(row["outcome"] == "completed" and not row["qualified"] for row in urgent),
+        "refused": sum(row["reason"] == "rejected" for row in urgent),
         **errors,
+        "at_once_mean": rounded(mean, 1),
+        "steps": kv["steps"],
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = served_options(__doc__)
-    parser.add_argument("--requests", type=int, default=200, help="of each load (default: 200)")
+    parser.add_argument("--requests", type=int, default=160, help="of each load (default: 160)")
     parser.add_argument("--rate", type=float, default=60, help="requests per second (default: 60)")
     parser.add_argument(
         "--lengths",
@@ -116,10 +128,10 @@ def main(arguments: list[str] | None = None) -> int:
     if asked.requests < FEWEST:
         parser.error(f"--requests: {asked.requests} is not accepted; accepted: {FEWEST} or more, which have a median")
     with tempfile.TemporaryDirectory(prefix="sloscope-lengths-") as folder:
-        goodput, rows = rows_of(asked, Path(folder))
-    title = f"{asked.requests} requests at {asked.rate:g} a second, max_tokens {asked.max_tokens}, {goodput}"
+        ttft_ms, rows = rows_of(asked, Path(folder))
+    title = f"{asked.requests} requests at {asked.rate:g} a second, max_tokens {asked.max_tokens}, ttft {ttft_ms} ms"
     print_rows(rows, asked.format, title=title)
-    save(asked.save, "remaining_length", {"real": rows}, **options_of(asked), goodput=goodput)
+    save(asked.save, "remaining_length", {"real": rows}, **options_of(asked), ttft_ms=ttft_ms)
     return 0
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -62,18 +63,20 @@ def served(asked: argparse.Namespace, events: Path, *options: str) -> Iterator[s
         yield serve(stage, asked.model, events, "--threads", str(asked.threads), *options)
 
 
-def write_trace(path: Path, trace: str, seed: int, max_tokens: int) -> None:
-    """The rows of a synthetic trace, each with the same max_tokens, which says nothing of how long its answer is."""
+def write_trace(path: Path, trace: str, seed: int, max_tokens: int, classes: Sequence[str] = ("",)) -> None:
+    """The rows of a synthetic trace, of the classes in turn, all with the same max_tokens: it says nothing of how long
+    an answer is."""
     with path.open("w", encoding="utf-8") as file:
-        for row in traces.load(trace, seed=seed).rows:
+        for row, class_name in zip(traces.load(trace, seed=seed).rows, cycle(classes)):
             at_s = f"{row.offset_ns // NS_PER_S}.{row.offset_ns % NS_PER_S:09d}"  # exact, which a float is not
             lengths = f'"prompt_tokens": {row.prompt_tokens}, "output_tokens": {row.output_tokens}'
-            file.write(f'{{"at_s": {at_s}, {lengths}, "max_tokens": {max_tokens}}}\n')
+            file.write(f'{{"at_s": {at_s}, "class": "{class_name}", {lengths}, "max_tokens": {max_tokens}}}\n')
 
 
-def replay(trace: Path, url: str, events: Path, goodput: str, seed: int) -> None:
+def replay(trace: Path, url: str, events: Path, seed: int, contract: Path | None = None) -> None:
     """Returns when every answer has ended, or is given up a minute after the last was asked for."""
-    shown = ("--goodput", goodput, "--seed", str(seed), "--drain", "60s", "--format", "json")
+    promised = ("--goodput", PATIENT) if contract is None else ("--contract", str(contract))
+    shown = (*promised, "--seed", str(seed), "--drain", "60s", "--format", "json")
     ask("replay", str(trace), "--url", url, "--events", str(events), *shown, timeout_s=180)
 
 
@@ -122,9 +125,8 @@ def rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def survival_curve(events: Path, goodput: str) -> str:
-    """As `--lengths` takes it."""
-    shown = ("--goodput", goodput, "--param", "by=all", "--format", "json")
-    curve = ask("query", "survival_curve", "--events", str(events), *shown)
+def survival_curve(events: Path) -> str:
+    """Of all classes together, as `--lengths` takes it."""
+    curve = ask("query", "survival_curve", "--events", str(events), "--param", "by=all", "--format", "json")
     assert json.loads(curve), "no answer has ended"
     return curve

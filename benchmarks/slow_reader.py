@@ -153,10 +153,10 @@ def largest_gaps(requests: Sequence[Row]) -> dict[str, float | None]:
 def main(arguments: list[str] | None = None) -> int:
     parser = served_options(__doc__)
     parser.add_argument("--readers", type=int, default=8, help="clients that read (default: 8)")
-    parser.add_argument("--tokens", type=int, default=150, help="of their answers (default: 150)")
-    parser.add_argument("--silent-tokens", type=int, default=800, help="asked for and never read (default: 800)")
+    parser.add_argument("--tokens", type=int, default=100, help="of their answers (default: 100)")
+    parser.add_argument("--silent-tokens", type=int, default=600, help="asked for and never read (default: 600)")
     parser.add_argument("--window", type=int, default=256, help="--max-undelivered of the second server (default: 256)")
-    parser.add_argument("--slow-reader-after", default="2s", help="of both servers (default: 2s)")
+    parser.add_argument("--slow-reader-after", default="1s", help="of both servers (default: 1s)")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind, in turns (default: 5)")
     asked = parser.parse_args(arguments)
     positive(parser, asked, "readers", "tokens", "silent_tokens", "window", "rounds")

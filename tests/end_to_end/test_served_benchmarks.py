@@ -10,7 +10,8 @@ import pytest
 from benchmarks import kv_reservation, remaining_length, slow_reader
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-LOAD = ["--rate", "200", "--lengths", "prompt_p50=16&prompt_sigma=0.3&output_p50=8&output_sigma=0.3"]
+# Faster than any machine here serves it, so that requests wait.
+LOAD = ["--rate", "500", "--lengths", "prompt_p50=16&prompt_sigma=0.3&output_p50=8&output_sigma=0.3"]
 
 
 def kept(main: Callable[[list[str]], int], path: Path, *options: str) -> dict[str, Any]:
@@ -20,13 +21,13 @@ def kept(main: Callable[[list[str]], int], path: Path, *options: str) -> dict[st
 
 
 def test_optimism_lets_more_requests_run_and_reuse_runs_a_prefix_once(tmp_path: Path) -> None:
-    small = ("--requests", "30", "--prefix-requests", "3", "--prefix", "64", "--own", "8")
+    small = ("--rate", "5000", "--requests", "30", "--prefix-requests", "3", "--prefix", "64", "--own", "8")
     rows = kept(kv_reservation.main, tmp_path / "kv.json", *LOAD, *small)
     full, optimistic, estimate = rows["reservation"]
     assert [row["reservation"] for row in rows["reservation"]] == ["full", "optimistic", "estimate"]
     assert [row["completed"] for row in rows["reservation"]] == [30, 30, 30]
-    # A prompt of two tokens and more and 320 that may come need 41 of 240 blocks.
-    assert full["at_once_mean"] <= 5 < optimistic["at_once_mean"]
+    # A prompt and 160 tokens that may come need 21 of 160 blocks and more.
+    assert full["at_once_mean"] <= 7 < optimistic["at_once_mean"]
     assert full["preemptions"] == full["run_twice"] == 0
     assert full["reserved_share"] > estimate["reserved_share"] > optimistic["reserved_share"]
     off, on = rows["prefix"]
@@ -45,10 +46,11 @@ def test_with_lengths_fewer_are_refused_and_first_tokens_come_nearer_to_what_was
         ("deadline", "on"),
     ]
     earlier, off, on = rows
-    assert [row["offered"] for row in rows] == [90, 90, 90]
-    assert earlier["refused"] == 0 and 40 <= earlier["good"] <= 50  # the limit is its median
+    assert [row["good"] + row["late"] + row["refused"] for row in rows] == [45, 45, 45]
+    assert earlier["refused"] == 0 and earlier["good"] in (22, 23)  # the limit is the median of 90 first tokens
     assert off["refused"] > on["refused"]
-    assert abs(off["error_p50_s"]) > abs(on["error_p50_s"])
+    # An answer of 8 tokens that counts as 320 makes everybody's wait look longer.
+    assert off["error_p50_s"] < on["error_p50_s"]
 
 
 def test_who_never_reads_is_computed_to_the_window_or_to_the_end(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ from reference_server.remaining import LengthTable
 from sloscope.client import traces
 
 
-def test_a_written_trace_is_the_drawn_one_with_one_cap_for_all(tmp_path: Path) -> None:
+def test_a_written_trace_is_the_drawn_one_with_one_cap_for_all_and_classes_in_turn(tmp_path: Path) -> None:
     drawn = "synthetic:poisson?rate=50&n=40&prompt_p50=64&output_p50=16"
     path = tmp_path / "trace.jsonl"
-    write_trace(path, drawn, 7, 320)
-    wanted = [row._replace(max_tokens=320) for row in traces.load(drawn, seed=7).rows]
-    assert traces.load(str(path)).rows == wanted
+    write_trace(path, drawn, 7, 320, ("urgent", "patient"))
+    rows = traces.load(str(path)).rows
+    assert [row.class_name for row in rows] == ["urgent", "patient"] * 20
+    assert [row._replace(class_name="", max_tokens=None) for row in rows] == traces.load(drawn, seed=7).rows
+    assert {row.max_tokens for row in rows} == {320}
 
 
 def test_an_earlier_trace_leaves_the_curve_of_its_answers() -> None:
