@@ -7,7 +7,7 @@ MODEL ?= builtin-14m
 TRACE ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo lab test check e2e generate clean
+.PHONY: help setup demo lab test histories check e2e generate clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ lab: $(STAMP)  ## The eight requests of the lab
 
 test: $(STAMP)  ## The fast tests, under five minutes on two cores
 	$(BIN)/python -m pytest -q -m 'not e2e and not gpu' -n 2 --dist loadfile
+
+histories: $(STAMP)  ## The scheduler alone, through SLOSCOPE_HISTORIES random histories
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/simulation
 
 check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the tests
 	$(BIN)/ruff format --check .
