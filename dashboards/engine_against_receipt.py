@@ -36,6 +36,7 @@ def dashboard() -> Any:
                     panels_upstream.ttft,
                     panels_upstream.token_interval,
                     panels_upstream.e2e,
+                    panels_upstream.beyond_last_edge,
                     panels_upstream.queue_and_prefill,
                     panels_upstream.requests,
                     panels_upstream.kv_usage,

@@ -58,6 +58,21 @@ def queue_and_prefill() -> Any:
     return style.lines("Queue and prefill p99 of the upstream's engine", _OWN_WORD, "s", targets, no_value=_NONE)
 
 
+def beyond_last_edge() -> Any:
+    targets = [
+        style.query(promql.beyond_last_edge(promql.upstream_engine(f"{name}_seconds"), _EACH), f"{name} {_NAMED}")
+        for name in ("ttft", "token_interval", "e2e")
+    ]
+    return style.lines(
+        "Beyond the last edge of the upstream's engine",
+        "Share of its samples that no quantile can see, because they lie above its last finite bucket edge. Above 1 %, "
+        "its p99 is that edge whatever happens.",
+        "percentunit",
+        targets,
+        no_value=_NONE,
+    )
+
+
 def requests() -> Any:
     return _levels(
         "Running and waiting at the upstream's engine",

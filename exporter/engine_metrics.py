@@ -43,9 +43,9 @@ Series = dict[tuple[tuple[str, str], ...], float]  # sorted labels → value
 
 
 class Buckets(NamedTuple):
-    """A classic histogram as it came: finite and infinite upper edges in order, cumulative counts, sum."""
+    """A classic histogram as it came."""
 
-    counts: dict[float, float]
+    counts: dict[float, float]  # upper edge, +Inf last → cumulative count
     sum: float
 
 
@@ -115,7 +115,8 @@ def read(text: str, limit: Limit) -> Reading:
             _add_histograms(source, found, limit, histograms, skipped)
         else:
             _add_values(source, found, limit, values)
-    return Reading(values, histograms, skipped, lines)
+    finite = {place: value for place, value in values.items() if math.isfinite(value)}  # a sum can overflow
+    return Reading(finite, histograms, skipped, lines)
 
 
 def _samples(line: str) -> Iterator[tuple[dict[str, str], float]]:
@@ -197,7 +198,11 @@ def _add_histograms(
             skipped["bad_histogram"] += 1
             continue
         place = (source.metric.name, (source.kind, models[identity]))
-        histograms[place] = _merged(histograms.get(place), Buckets(ordered, sums[identity]))
+        merged = _merged(histograms.get(place), Buckets(ordered, sums[identity]))
+        if not math.isfinite(merged.sum + merged.counts[math.inf]):
+            skipped["bad_histogram"] += 1
+            continue
+        histograms[place] = merged
 
 
 def _identity(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -270,8 +275,9 @@ class EngineMetrics:
         """Until cancelled. Each poll has a connection of its own: one that is kept would be closed by a server whose
         patience is as long as our pause, now and then in the middle of a request.
         """
+        assert self._tls is not None
         async with httpx.AsyncClient(
-            verify=self._tls or True,
+            verify=self._tls,
             trust_env=False,
             timeout=None,  # `poll` has one limit for everything, so that a drip does not last
             limits=httpx.Limits(max_keepalive_connections=0),

@@ -206,6 +206,19 @@ def test_nan_and_infinity_are_never_passed_on() -> None:
     assert found.histograms == {} and found.skipped == {"not_finite": 1, "bad_histogram": 1}
 
 
+def test_a_sum_that_overflows_is_not_passed_on_either() -> None:
+    name = "vllm:time_to_first_token_seconds"
+    text = "".join(
+        histogram(name, f'engine="{number}",model_name="m"', ("0.1",), (1, 2), 1e308)
+        + f'vllm:prompt_tokens_total{{engine="{number}",model_name="m"}} 1e308\n'
+        + f'sloscope_engine_kv_blocks{{engine="{number}",kind="resident"}} 1e308\n'
+        for number in range(2)
+    )
+    found = parsed(text)
+    assert found.values == {} and found.skipped == {"bad_histogram": 1}
+    assert buckets(found, "ttft_seconds", "vllm", model="m") == ({0.1: 1, math.inf: 2}, 1e308)  # of the first alone
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -373,6 +386,18 @@ def test_what_an_engine_says_stands_in_our_exposition_as_it_came(tmp_path: Path)
             # Every scraper can read it, and each family stands once.
             names = [family.name for family in text_string_to_metric_families(text)]
             assert len(names) == len(set(names))
+
+    run(test())
+
+
+def test_edges_are_spelled_as_ours_are(tmp_path: Path) -> None:
+    text = histogram("vllm:time_to_first_token_seconds", 'model_name="m"', ("1", "2.50", "1e1"), (1, 2, 3, 4), 9.0)
+
+    async def test() -> None:
+        async with engine(answer(text.encode())) as (_, url), polling(tmp_path, url) as control:
+            await until(lambda: up(control, url))
+            family = f"{FAMILY_PREFIX}ttft_seconds_bucket"
+            assert [sample.labels["le"] for sample in samples(control.store, family)] == ["1.0", "2.5", "10.0", "+Inf"]
 
     run(test())
 
