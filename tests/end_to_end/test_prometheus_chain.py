@@ -202,11 +202,11 @@ def drive(chain: Chain, folder: Path) -> list[dict[str, Any]]:
         steady = beside.submit(chain.replay, trace_file(folder / "trace.jsonl"), "--cancel-rate", "0.15", "--seed", "3")
         until(lambda: scrape(chain.control).total("sloscope_sidecar_requests_total", outcome="completed") > 5, 30)
         fails = ("--header", "x-sloscope-fault: error@4")
-        slow = never_read(chain)
         broken = chain.replay(few(BROKEN, 3), *fails, code=1)  # it says so when every request failed
         stalls = ("--header", f"x-sloscope-fault: stall={STALL_MS}ms@10")
         stalled = chain.replay(few(STALLED, 1), *stalls)
         replayed = [broken, stalled, steady.result()]
+    slow = never_read(chain)  # alone, so that no first token is predicted behind it
     until(lambda: scrape(chain.server).total("sloscope_engine_pause_seconds_count", end="slow_reader") == DIRECT, 30)
     slow.close()
     return [*replayed, chain.replay(few(BURST, 2000), "--tenant", "blue")]
