@@ -5,9 +5,10 @@ everything is read, so that its memory does not grow with the journals.
 """
 
 import heapq
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from sloscope.recovery import dead_writers
 BLOCK = 4 << 20
 KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
 KEPT_PROBLEMS = 20
+_REMEMBERED_CLOCKS = 1000  # of one file: the recorder's, and one of each page that reports receipts to it
+_mono_ns = attrgetter("mono_ns")
 _STAMP = {"state": "at_ns", "decision": "at_ns", "end": "end_ns", "step": "start_ns", "engine": "at_ns"}
 
 
@@ -181,26 +184,30 @@ class Chain:
 
 
 class _Anchors:
-    """The clock records of one file, in the order of the file."""
+    """The clock records of one file, each clock's by itself: receipts of several pages stand in one file, and the
+    stamps of a page begin at 0.
+    """
 
     def __init__(self, kept: list) -> None:
-        self._anchors = [Anchor(mono, wall) for mono, wall in kept[1:]]
-        self._stamps = [anchor.mono_ns for anchor in self._anchors]
         self.clock_id: str = kept[0] if kept else ""
+        self._of = {self.clock_id: [Anchor(mono, wall) for mono, wall in kept[1:]]}
 
     def add(self, record: records.Record) -> None:
-        self._anchors.append(Anchor(record["mono_ns"], record["wall_ns"]))
-        self._stamps.append(record["mono_ns"])
         self.clock_id = record["clock_id"]
+        anchors = self._of.pop(self.clock_id, [])
+        # A page reports its requests as they end, and an anchor is as old as its request.
+        insort(anchors, Anchor(record["mono_ns"], record["wall_ns"]), key=_mono_ns)
+        self._of[self.clock_id] = anchors  # the latest clock stands last
+        if len(self._of) > _REMEMBERED_CLOCKS:
+            del self._of[next(iter(self._of))]
 
     def before(self, stamp_ns: int) -> Anchor | None:
-        """The last anchor at or before the stamp; the first one for a stamp that is older than the file."""
-        if not self._anchors:
-            return None
-        return self._anchors[max(bisect_right(self._stamps, stamp_ns) - 1, 0)]
+        """The clock's last anchor at or before the stamp; its first one for a stamp that is older."""
+        anchors = self._of[self.clock_id]
+        return anchors[max(bisect_right(anchors, stamp_ns, key=_mono_ns) - 1, 0)] if anchors else None
 
     def kept(self) -> list:
-        return [self.clock_id, *(list(anchor) for anchor in self._anchors[-KEPT_ANCHORS:])]
+        return [self.clock_id, *(list(anchor) for anchor in self._of[self.clock_id][-KEPT_ANCHORS:])]
 
 
 class Intake:

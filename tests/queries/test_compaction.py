@@ -163,6 +163,24 @@ def test_three_observers_of_one_request_stand_side_by_side_in_one_row(tmp_path: 
     )
 
 
+def test_receipts_of_several_pages_in_one_file_are_placed_each_by_its_own_clock(tmp_path: Path) -> None:
+    """A page's stamps begin at 0, the recorder's clock is old, and a page reports its requests as they end."""
+    clock = FakeClock(3600 * SECOND, WALL)
+    #        (page, sent after it opened, its opening after WALL), s
+    pages = [("a", 20, 100), ("b", 1, 150), ("a", 5, 100), ("b", 30, 150), ("c", 2, 10)]
+    with JournalWriter(tmp_path, "client", clock) as writer:
+        for number, (page, sent, opened) in enumerate(pages):
+            sent_ns, clock_id = sent * SECOND, f"browser:{page}"
+            wall_ns = WALL + (opened + sent) * SECOND
+            writer.write(records.make("clock", mono_ns=sent_ns, wall_ns=wall_ns, clock_id=clock_id))
+            write_request(writer, "client", new_id(number), sent_ns, [sent_ns + MS], clock_id=clock_id)
+            writer.write(records.make("clock", mono_ns=3600 * SECOND, wall_ns=WALL, clock_id=clock.clock_id))
+        write_request(writer, "client", new_id(9), 3600 * SECOND, [3600 * SECOND + MS])
+    compact(tmp_path)
+    placed = select(tmp_path, "select client_arrival_at_ns from {requests} order by request_id")
+    assert [(at - WALL) // SECOND for (at,) in placed] == [120, 151, 105, 180, 12, 0]
+
+
 def test_an_open_request_is_offered_with_a_null_outcome_and_becomes_final_later(tmp_path: Path) -> None:
     clock = FakeClock(wall_ns=WALL)
     client = JournalWriter(tmp_path, "client", clock)
