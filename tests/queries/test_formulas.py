@@ -1,5 +1,6 @@
 """The formulas in SQL against the pure definitions, and against published tables."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,12 +34,17 @@ def quantiles(n: int) -> dict[str, dict[str, Any]]:
 
 def ranks_by_definition(n: int, q: float) -> tuple[int | None, int | None]:
     low = high = None
-    at_most = {rank: binomial_cdf(rank - 1, n, q) for rank in range(1, n + 1)}
+
+    def below(rank: int) -> float:
+        """P(fewer than `rank` of n are at most the quantile): it only grows with the rank."""
+        return binomial_cdf(rank - 1, n, q)
+
+    ranks = range(1, n + 1)
     if n >= min_n_two_sided(q):
-        low = max(rank for rank in at_most if at_most[rank] <= 0.025)
+        low = ranks[bisect_right(ranks, 0.025, key=below) - 1]
     if n >= min_n_upper(q):
         wanted = 0.975 if n >= min_n_two_sided(q) else 0.95
-        high = min(rank for rank in at_most if at_most[rank] >= wanted)
+        high = ranks[bisect_left(ranks, wanted, key=below)]
     return low, high
 
 
