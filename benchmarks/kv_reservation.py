@@ -2,7 +2,7 @@
 
 Reservation. The same requests come to three servers with the same small pool. Their `max_tokens` is many times what
 their answers have (`x-sloscope-stop-after`). `full` promises all of it; `optimistic` what is there; `estimate` goes by
-the lengths of an earlier trace from another seed. Prefix. Requests that begin with the same tokens come one after
+the lengths of a trace from another seed. Prefix. Requests that begin with the same tokens come one after
 the other, to a server without and one with reuse.
 
 `at_once` is over the time of the steps, shares are of the pool, `run_twice` are the tokens that preempted requests lost
@@ -13,6 +13,7 @@ and ran again, and `steps` says how many it took. A p99 of fewer than 299 reques
 import argparse
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -43,20 +44,23 @@ RESERVATIONS = ("full", "optimistic", "estimate")
 
 
 def reservation_rows(asked: argparse.Namespace, folder: Path) -> list[Row]:
+    """The servers take turns, so that a slow minute of the machine hits all of them."""
     drawn = synthetic(asked.rate, asked.requests / asked.rate, asked.lengths)
-    trace, lengths = folder / "trace.jsonl", folder / "lengths.json"
-    write_trace(trace, drawn, asked.seed, asked.max_tokens)
-    lengths.write_text(earlier_curve(drawn, PATIENT, asked.seed + 1), encoding="utf-8")
-    rows = []
-    for name in RESERVATIONS:
-        events = folder / name
-        pool = ("--kv-blocks", str(asked.kv_blocks), "--block-tokens", str(asked.block_tokens))
-        options = (*pool, "--max-batch", str(asked.max_batch), "--reservation", name)
-        known = ("--lengths", str(lengths)) if name == "estimate" else ()
-        with served(asked, events, *options, *known) as url:
-            replay(trace, url, events, asked.seed)
-        rows.append(reservation_row(name, events))
-    return rows
+    lengths = folder / "lengths.json"
+    lengths.write_text(earlier_curve(drawn, PATIENT, asked.seed + asked.rounds), encoding="utf-8")
+    pool = ("--kv-blocks", str(asked.kv_blocks), "--block-tokens", str(asked.block_tokens))
+    with ExitStack() as servers:
+        urls = {}
+        for name in RESERVATIONS:
+            known = ("--lengths", str(lengths)) if name == "estimate" else ()
+            options = (*pool, "--max-batch", str(asked.max_batch), "--reservation", name, *known)
+            urls[name] = servers.enter_context(served(asked, folder / name, *options))
+        for seed in range(asked.seed, asked.seed + asked.rounds):
+            trace = folder / f"trace-{seed}.jsonl"
+            write_trace(trace, drawn, seed, asked.max_tokens)
+            for name, url in urls.items():
+                replay(trace, url, folder / name, seed)
+    return [reservation_row(name, folder / name) for name in RESERVATIONS]
 
 
 def reservation_row(name: str, events: Path) -> Row:
@@ -119,7 +123,8 @@ def prefix_row(name: str, events: Path) -> Row:
 def main(arguments: list[str] | None = None) -> int:
     parser = served_options(__doc__)
     parser.add_argument("--part", default="all", choices=["all", "reservation", "prefix"], help="(default: all)")
-    parser.add_argument("--requests", type=int, default=300, help="of the trace (default: 300)")
+    parser.add_argument("--requests", type=int, default=100, help="of a trace (default: 100)")
+    parser.add_argument("--rounds", type=int, default=3, help="a trace of its own each (default: 3)")
     parser.add_argument("--rate", type=float, default=80, help="requests per second (default: 80)")
     parser.add_argument(
         "--lengths",
@@ -151,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         if asked.part != "prefix":
             rows["reservation"] = reservation_rows(asked, Path(folder))
             pool = f"{asked.kv_blocks} KV blocks of {asked.block_tokens} tokens"
-            title = f"{asked.requests} requests, max_tokens {asked.max_tokens}, {pool}"
+            title = f"{asked.rounds} rounds of {asked.requests} requests, max_tokens {asked.max_tokens}, {pool}"
             print_rows(rows["reservation"], asked.format, title=title)
         if asked.part != "reservation":
             rows["prefix"] = prefix_rows(asked, Path(folder))

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -70,36 +71,39 @@ class NonReader:
         self._socket.close()
 
 
-def run_rounds(asked: argparse.Namespace, url: str, events: Path, contract: Contract) -> tuple[list[str], int]:
-    """The ids of those that never read, and the most tokens that one was behind. Readers are named by their round."""
-    ids, most = [], 0
-    with (
-        httpx.Client(timeout=PATIENCE_S) as scraper,
-        httpx.Client(transport=ReceiptTransport(events, contract), timeout=PATIENCE_S) as client,
-        ThreadPoolExecutor(asked.readers) as pool,
-    ):
+class Server:
+    """One to which the readers come, and every second time the one that never reads."""
 
-        def read(name: str) -> None:
-            body = {"model": asked.model, "prompt": "the tree", "max_tokens": asked.tokens, "stream": True}
-            headers = {"x-slo-class": READER, "x-request-id": name}
-            client.post(f"{url}/v1/completions", json=body, headers=headers).raise_for_status()
+    def __init__(self, asked: argparse.Namespace, url: str, client: httpx.Client) -> None:
+        self.silent: list[str] = []  # ids of those that never read
+        self.undelivered = 0  # tokens, the most seen
+        self._asked = asked
+        self._url = url
+        self._client = client
 
-        def behind() -> int:
-            nonlocal most
-            lines = scraper.get(f"{url}/metrics").text.splitlines()
-            tokens = round(float(next(line.rpartition(" ")[2] for line in lines if line.startswith(UNDELIVERED))))
-            most = max(most, tokens)
-            return tokens
+    def run_round(self, number: int) -> None:
+        self._read_all(f"{ALONE}-{number}")
+        silent = NonReader(self._url, self._asked.model, self._asked.silent_tokens)
+        self.silent.append(silent.request_id)
+        wait_until(lambda: self._behind() >= self._asked.window, "the client that never reads is not behind")
+        self._read_all(f"{BESIDE}-{number}")
+        wait_until(lambda: self._behind() == 0, "the client that never reads is not cut off")
+        silent.close()
 
-        for number in range(asked.rounds):
-            list(pool.map(read, [f"{ALONE}-{number}"] * asked.readers))
-            silent = NonReader(url, asked.model, asked.silent_tokens)
-            ids.append(silent.request_id)
-            wait_until(lambda: behind() >= asked.window, "the client that never reads is not behind")
-            list(pool.map(read, [f"{BESIDE}-{number}"] * asked.readers))
-            wait_until(lambda: behind() == 0, "the client that never reads is not cut off")
-            silent.close()
-    return ids, most
+    def _read_all(self, name: str) -> None:
+        with ThreadPoolExecutor(self._asked.readers) as pool:
+            list(pool.map(self._read, [name] * self._asked.readers))
+
+    def _read(self, name: str) -> None:
+        asked = {"model": self._asked.model, "prompt": "the tree", "max_tokens": self._asked.tokens, "stream": True}
+        headers = {"x-slo-class": READER, "x-request-id": name}
+        self._client.post(f"{self._url}/v1/completions", json=asked, headers=headers).raise_for_status()
+
+    def _behind(self) -> int:
+        lines = self._client.get(f"{self._url}/metrics").text.splitlines()
+        tokens = round(float(next(line.rpartition(" ")[2] for line in lines if line.startswith(UNDELIVERED))))
+        self.undelivered = max(self.undelivered, tokens)
+        return tokens
 
 
 def wait_until(what: Callable[[], bool], else_say: str) -> None:
@@ -109,12 +113,30 @@ def wait_until(what: Callable[[], bool], else_say: str) -> None:
         time.sleep(0.05)
 
 
-def row_of(name: str, events: Path, contract: Contract, silent: Sequence[str], undelivered: int) -> Row:
+def run_servers(asked: argparse.Namespace, folder: Path, contract: Contract) -> dict[int, Server]:
+    """By window. They take turns, so that a slow minute of the machine hits both."""
+    promised = folder / "contract.toml"
+    promised.write_text(CONTRACT, encoding="utf-8")
+    with ExitStack() as stack:
+        servers = {}
+        for window in (0, asked.window):
+            flow = ("--max-undelivered", str(window), "--slow-reader-after", asked.slow_reader_after)
+            options = ("--contract", str(promised), "--send-buffer", str(SEND_BUFFER), *flow)
+            url = stack.enter_context(served(asked, folder / f"{window}", *options))
+            transport = ReceiptTransport(folder / f"{window}", contract)
+            servers[window] = Server(asked, url, stack.enter_context(httpx.Client(transport=transport, timeout=60)))
+        for number in range(asked.rounds):
+            for server in servers.values():
+                server.run_round(number)
+    return servers
+
+
+def row_of(window: int, events: Path, contract: Contract, server: Server) -> Row:
     with questions(events, contract, "client") as session:
         gaps = largest_gaps(session.run("requests").rows)
     with questions(events, contract, "engine") as session:
-        ends = [row for row in session.run("requests").rows if row["request_id"] in silent]
-        listed = ", ".join(f"'{request_id}'" for request_id in silent)
+        ends = [row for row in session.run("requests").rows if row["request_id"] in server.silent]
+        listed = ", ".join(f"'{request_id}'" for request_id in server.silent)
         steps = session.sql(
             "select request_id, count(*) as steps from step_requests "
             f"where role = 'decode' and request_id in ({listed}) group by request_id"
@@ -125,15 +147,15 @@ def row_of(name: str, events: Path, contract: Contract, silent: Sequence[str], u
         held = [stays(session, state, NON_READER) for state in ("PREFILL", "DECODE", "PAUSED")]
     # The first token comes from the prompt; the last one's KV is never written.
     decoded = statistics.median(row["steps"] for row in steps)
-    kv_held_s = sum(row["total_s"] for row in held if row is not None) / len(silent)
+    kv_held_s = sum(row["total_s"] for row in held if row is not None) / len(server.silent)
     return {
-        "max_undelivered": name,
+        "max_undelivered": str(window) if window else "0 (off)",
         "gap_alone_ms": gaps[ALONE],
         "gap_beside_ms": gaps[BESIDE],
         "computed": round(decoded) + 1,
         "kv_blocks": -(-(prompt["tokens"] + round(decoded)) // BLOCK_TOKENS),
         "kv_held_s": round(kv_held_s, 2),
-        "undelivered": undelivered,
+        "undelivered": server.undelivered,
         "ended": ", ".join(sorted({f"{row['outcome']}({row['reason']})" for row in ends})),
     }
 
@@ -161,18 +183,10 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     positive(parser, asked, "readers", "tokens", "silent_tokens", "window", "rounds")
     contract = parse(CONTRACT)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="sloscope-reader-") as folder:
-        promised = Path(folder, "contract.toml")
-        promised.write_text(CONTRACT, encoding="utf-8")
-        for window in (0, asked.window):
-            events = Path(folder, f"window-{window}")
-            flow = ("--max-undelivered", str(window), "--slow-reader-after", asked.slow_reader_after)
-            options = ("--contract", str(promised), "--send-buffer", str(SEND_BUFFER), *flow)
-            with served(asked, events, *options) as url:
-                silent, undelivered = run_rounds(asked, url, events, contract)
-            name = str(window) if window else "0 (off)"
-            rows.append(row_of(name, events, contract, silent, undelivered))
+    with tempfile.TemporaryDirectory(prefix="sloscope-reader-") as name:
+        folder = Path(name)
+        servers = run_servers(asked, folder, contract)
+        rows = [row_of(window, folder / f"{window}", contract, server) for window, server in servers.items()]
     title = f"{asked.readers} readers of {asked.tokens} tokens, without and beside one that never reads"
     print_rows(rows, asked.format, title=f"{title}; medians of {asked.rounds} rounds")
     save(asked.save, "slow_reader", {"real": rows}, **options_of(asked))

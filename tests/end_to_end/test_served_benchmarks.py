@@ -21,7 +21,20 @@ def kept(main: Callable[[list[str]], int], path: Path, *options: str) -> dict[st
 
 
 def test_optimism_lets_more_requests_run_and_reuse_runs_a_prefix_once(tmp_path: Path) -> None:
-    small = ("--rate", "5000", "--requests", "30", "--prefix-requests", "3", "--prefix", "64", "--own", "8")
+    small = (
+        "--rate",
+        "5000",
+        "--requests",
+        "30",
+        "--rounds",
+        "1",
+        "--prefix-requests",
+        "3",
+        "--prefix",
+        "64",
+        "--own",
+        "8",
+    )
     rows = kept(kv_reservation.main, tmp_path / "kv.json", *LOAD, *small)
     full, optimistic, estimate = rows["reservation"]
     assert [row["reservation"] for row in rows["reservation"]] == ["full", "optimistic", "estimate"]
