@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from exporter.settings import Settings, check_role, parse_engine_metrics, parse_upstream, tls_context
+from exporter.settings import Settings, check_role, parse_cors_origin, parse_engine_metrics, parse_upstream, tls_context
 from sloscope import contract as contracts
 from sloscope.client import contract_file
 from sloscope.errors import ConfigError, ContractError
@@ -47,6 +47,10 @@ def sidecar(
         typer.Option(help="URL of an engine's own /metrics, to be shown beside ours; repeat it for several."),
     ] = None,
     engine_metrics_every: Annotated[str, typer.Option(help="How often those are asked for.")] = "5s",
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of web pages that may post receipts, as http://HOST:PORT; repeat it for several."),
+    ] = None,
     ca_file: Annotated[str, typer.Option(help="Certificates to trust for https upstreams, PEM.")] = "",
     token_file: Annotated[
         str, typer.Option(help=f"File with the bearer token of the control address; or set {_TOKEN_VARIABLE}.")
@@ -74,6 +78,7 @@ def sidecar(
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
     check_role(role)
+    cors_origins = tuple(parse_cors_origin(origin) for origin in cors_origin or [])
     with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
         _check_events(events)
         _keep_contract(text, is_shorthand, Path(contract) if contract else None, events)
@@ -92,6 +97,7 @@ def sidecar(
                 socket_path=f"{directory}/metrics.sock",
                 sql_every_ns=sql_every_ns,
                 token=token,
+                cors_origins=cors_origins,
                 engine_metrics=engines,
                 engine_metrics_every_ns=engines_every_ns,
             )

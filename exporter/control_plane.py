@@ -35,6 +35,8 @@ from sloscope.journal import JournalWriter
 
 _POLL_S = 1.0
 _OPEN_PATHS = frozenset({"/health"})
+_RECEIPTS = "/v1/receipts"
+_PREFLIGHT_S = 600  # how long a browser may remember what it was allowed
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -121,6 +123,25 @@ def create_app(plane: ControlPlane) -> FastAPI:
         answer: Response = await call_next(request)
         return answer
 
+    # Outside of the token: a preflight carries none, and a page has to be able to read that its token is wrong.
+    @app.middleware("http")
+    async def answer_pages(request: Request, call_next: Any) -> Response:
+        origin = request.headers.get("origin")
+        if origin is None or request.url.path != _RECEIPTS:
+            answer: Response = await call_next(request)
+            return answer
+        # A page can post without asking first, so what is not allowed is refused and not just left unread.
+        if not _is_welcome(origin, request, plane.settings.cors_origins):
+            return _error(403, f"origin: {origin[:80]!r} is not accepted; accepted: what --cors-origin names")
+        answer = Response(status_code=204) if request.method == "OPTIONS" else await call_next(request)
+        answer.headers["access-control-allow-origin"] = origin
+        answer.headers["vary"] = "origin"
+        if request.method == "OPTIONS":
+            answer.headers["access-control-allow-methods"] = "POST"
+            answer.headers["access-control-allow-headers"] = "authorization, content-type"
+            answer.headers["access-control-max-age"] = str(_PREFLIGHT_S)
+        return answer
+
     @app.get("/health")
     async def health() -> dict[str, object]:
         return {"status": "ok" if plane.data_plane_answers else "degraded", "data_plane": plane.data_plane_answers}
@@ -146,6 +167,11 @@ def create_app(plane: ControlPlane) -> FastAPI:
         return await _answer(plane, name, dict(request.query_params))
 
     return app
+
+
+def _is_welcome(origin: str, request: Request, origins: tuple[str, ...]) -> bool:
+    """Named, or the page came from this very address, perhaps through a proxy that ends TLS."""
+    return origin in origins or origin.partition("://")[2] == request.headers.get("host", "no host")
 
 
 def _error(status: int, text: str) -> Response:

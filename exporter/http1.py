@@ -245,6 +245,10 @@ def encode_request(head: RequestHead, prefix: bytes, authority: bytes, extra: He
 
 def encode_response(head: ResponseHead, extra: Headers, chunked: bool, close: bool) -> bytes:
     headers = [*_end_to_end(head.headers, frozenset(name.lower() for name, _ in extra)), *extra]
+    if extra and head.get(b"access-control-allow-origin"):
+        # A page of another origin that may read the answer could not read our names otherwise. Lists of several headers
+        # add up.
+        headers.append((b"access-control-expose-headers", b", ".join(name for name, _ in extra)))
     if chunked:
         headers.append((b"transfer-encoding", b"chunked"))
     if close:

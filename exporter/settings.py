@@ -11,6 +11,7 @@ from sloscope import contract as contracts
 from sloscope.errors import ConfigError
 from sloscope.records import ROLES
 
+_WEB_PORTS = {"http": 80, "https": 443}
 OBSERVED = (b"/v1/chat/completions", b"/v1/completions")
 
 
@@ -58,6 +59,22 @@ def parse_engine_metrics(text: str) -> tuple[str, str]:
     return label, found.url.removesuffix(found.prefix.decode()) + path
 
 
+def parse_cors_origin(text: str) -> str:
+    """As a browser spells it in its Origin header: scheme and host in lower case, no port that the scheme implies."""
+    accepted = "accepted: http://HOST[:PORT] or https://…, without a path"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ConfigError(f"--cors-origin: {text!r} is no origin; {accepted}") from None
+    rest = (parts.path, parts.query, parts.fragment, parts.username, parts.password)
+    is_word = text.isascii() and not any(c.isspace() for c in text)
+    if parts.scheme not in _WEB_PORTS or not parts.hostname or any(rest) or not is_word or port == 0:
+        raise ConfigError(f"--cors-origin: {text!r} is not accepted; {accepted}")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port not in (None, _WEB_PORTS[parts.scheme]) else "")
+
+
 def tls_context(ca_file: str = "") -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=ca_file or None)
     context.set_alpn_protocols(["http/1.1"])
@@ -81,6 +98,7 @@ class Settings:
     socket_path: str  # where the data plane hands its metrics to the control plane
     sql_every_ns: int  # 0: off
     token: str = ""
+    cors_origins: tuple[str, ...] = ()  # web pages that may post receipts
     engine_metrics: tuple[str, ...] = ()  # URLs as given, each with a label of its own
     engine_metrics_every_ns: int = 5_000_000_000
 
@@ -93,7 +111,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> Settings:
-        lists = {name: tuple(body[name]) for name in ("upstreams", "engine_metrics")}
+        lists = {name: tuple(body[name]) for name in ("upstreams", "cors_origins", "engine_metrics")}
         return cls(**{**body, **lists})
 
 

@@ -82,6 +82,27 @@ def test_a_stream_with_a_content_length_keeps_it(tmp_path: Path) -> None:
     run(test())
 
 
+def test_a_page_that_may_read_the_answer_may_read_its_id_too(tmp_path: Path) -> None:
+    """Which pages may is the upstream's word; to those it names no headers that it does not know of."""
+
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        allowed = b"Access-Control-Allow-Origin: *\r\nAccess-Control-Expose-Headers: x-own\r\n"
+        head = STREAM_HEAD.replace(b"\r\n", b"\r\n" + allowed, 1) if seen.header("origin") else STREAM_HEAD
+        writer.write(head + chunked(STREAM))
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            page = await b.ask(ASK, "origin: https://app.example")
+            exposed = [line for line in page.head.lower().split(b"\r\n") if b"expose" in line]
+            assert exposed == [
+                b"access-control-expose-headers: x-own",
+                b"access-control-expose-headers: x-sloscope-request-id",
+            ]
+            assert b"access-control" not in (await b.ask()).head.lower()
+
+    run(test())
+
+
 def test_a_close_delimited_stream_of_an_http10_server_ends_with_the_connection(tmp_path: Path) -> None:
     async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + STREAM)

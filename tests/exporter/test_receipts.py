@@ -14,8 +14,9 @@ import pytest
 from exporter.control_plane import ControlPlane, create_app
 from exporter.questions import published
 from exporter.receipts import MAX_BATCH
+from exporter.settings import parse_cors_origin
 from sloscope.clock import FakeClock
-from sloscope.errors import SloscopeError
+from sloscope.errors import ConfigError, SloscopeError
 from sloscope.ids import new_request_id
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.exporter.harness import settings_for, total
@@ -278,3 +279,88 @@ def test_an_events_directory_that_cannot_be_written_costs_the_records_and_never_
         assert total(plane.store, "sloscope_journal_dropped_total", observer="client") == 3
 
     with_app(tmp_path, test)
+
+
+SITE = "https://app.example:8443"
+
+
+def test_a_page_of_a_named_origin_may_post_receipts_and_nothing_else(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        asks = {"origin": SITE, "access-control-request-method": "POST"}
+        allowed = await client.options("/v1/receipts", headers=asks)
+        assert allowed.status_code == 204 and allowed.content == b""
+        assert allowed.headers["access-control-allow-origin"] == SITE
+        assert allowed.headers["access-control-allow-methods"] == "POST"
+        assert allowed.headers["access-control-allow-headers"] == "authorization, content-type"
+        token = {"authorization": "Bearer right"}
+        taken = await client.post("/v1/receipts", json=receipt(), headers={"origin": SITE, **token})
+        refused = await client.post("/v1/receipts", json=receipt(), headers={"origin": SITE})
+        assert (taken.status_code, refused.status_code) == (200, 401)
+        for answer in (taken, refused):
+            assert (answer.headers["access-control-allow-origin"], answer.headers["vary"]) == (SITE, "origin")
+        for path in ("/metrics", "/api/q", "/api/contract", "/health"):
+            answer = await client.get(path, headers={"origin": SITE, **token})
+            assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
+            assert (await client.options(path, headers={**asks, **token})).status_code == 405
+        assert total(plane.store, "sloscope_client_requests_total") == 1
+
+    with_app(tmp_path, test, token="right", cors_origins=("http://other", SITE))
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "", "http://[", f"{SITE}.evil.example"])
+def test_a_page_of_another_origin_is_refused_without_asking_first_too(tmp_path: Path, origin: str) -> None:
+    """A browser posts text/plain unasked: that the page may not read the answer would come too late."""
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        asks = {"origin": origin, "access-control-request-method": "POST"}
+        simple = {"origin": origin, "content-type": "text/plain"}
+        for answer in (
+            await client.options("/v1/receipts", headers=asks),
+            await client.post("/v1/receipts", content=json.dumps(receipt()), headers=simple),
+        ):
+            assert answer.status_code == 403 and "--cors-origin" in answer.json()["error"]
+            assert "access-control-allow-origin" not in answer.headers
+        assert total(plane.store, "sloscope_client_requests_total") == 0
+
+    with_app(tmp_path, test, cors_origins=(SITE,))
+
+
+def test_a_page_of_the_same_address_and_a_client_that_is_no_page_need_no_name(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        # Behind a proxy that ends TLS the scheme is another one.
+        for headers in ({}, {"origin": "http://control"}, {"origin": "https://control"}):
+            assert (await client.post("/v1/receipts", json=receipt(), headers=headers)).status_code == 200
+
+    with_app(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("text", "origin"),
+    [
+        ("http://localhost:3000", "http://localhost:3000"),
+        ("HTTPS://App.Example:443", "https://app.example"),
+        ("http://[::1]:80", "http://[::1]"),
+    ],
+)
+def test_an_origin_is_kept_as_browsers_spell_it(text: str, origin: str) -> None:
+    assert parse_cors_origin(text) == origin
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "*",
+        "null",
+        "app.example",
+        "https://app.example/",
+        "http://a:0",
+        "http://a:x",
+        "http://u@a",
+        "ftp://a",
+        "http://a b",
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cors-origin: .*accepted: http://HOST"):
+        parse_cors_origin(text)
