@@ -43,7 +43,7 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 	$(BIN)/python -m queries.reference --check
 	$(MAKE) test
 
-e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus and nginx)
+e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus, nginx, chromium)
 	$(BIN)/python -m pytest -q -s -m e2e tests/end_to_end
 
 generate: $(STAMP)  ## Rebuild the committed dashboards, rules and reference pages
