@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -219,15 +219,25 @@ class Session:
         )
 
     def _finish(self) -> None:
-        """Registers the contract, sets the window, creates the base views and closes the door behind them."""
+        """Registers the contract, sets the window and closes the door behind it."""
         self._register_contract()
         self._set_window(self._given_window)
         self._connection.execute((HERE / "functions.sql").read_text(encoding="utf-8"))
-        for view in base_views():
-            self._connection.execute(f"create or replace view {view.name} as {view.sql}")
+        self._created: set[str] = set()
         self._connection.execute("set allowed_directories = [$tables]", {"tables": str(self.events / "tables") + "/"})
         self._connection.execute("set enable_external_access = false")
         self._connection.execute("set lock_configuration = true")
+
+    def _create_views(self, names: Iterable[str]) -> None:
+        """The base views among `names`, and those that they read. All of them would be half of a short question."""
+        wanted = set(names)
+        for view in reversed(base_views()):
+            if view.name in wanted:
+                wanted.update(view.inputs)
+        for view in base_views():
+            if view.name in wanted - self._created:
+                self._connection.execute(f"create view {view.name} as {view.sql}")
+                self._created.add(view.name)
 
     def _register_contract(self) -> None:
         execute = self._connection.execute
@@ -326,7 +336,8 @@ class Session:
     ) -> Result:
         """Answers one question. QueryError: unknown name or param, a value that is not accepted, or out of time."""
         header = question(name)
-        return self._answer(name, header.sql, bound(header, {**(params or {}), **named}), max_rows, timeout_s)
+        values = bound(header, {**(params or {}), **named})
+        return self._answer(name, header.sql, header.inputs, values, max_rows, timeout_s)
 
     def sql(self, text: str, *, max_rows: int | None = None, timeout_s: float | None = None) -> Result:
         """The user's own SQL: one SELECT over the views, which can reach no file and change nothing."""
@@ -336,13 +347,20 @@ class Session:
             raise QueryError(f"sql: {_first_line(error)}") from None
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise QueryError(f"sql: {text.strip()[:60]!r} is not accepted; accepted: one SELECT statement")
-        return self._answer("sql", text, {}, max_rows, timeout_s)
+        return self._answer("sql", text, [view.name for view in base_views()], {}, max_rows, timeout_s)
 
     def _answer(
-        self, name: str, sql: str, values: Mapping[str, Any], max_rows: int | None, timeout_s: float | None
+        self,
+        name: str,
+        sql: str,
+        inputs: Sequence[str],
+        values: Mapping[str, Any],
+        max_rows: int | None,
+        timeout_s: float | None,
     ) -> Result:
         with self._lock, self._time_limit(name, timeout_s), _ctrl_c_reaches(self._connection):
             try:
+                self._create_views(inputs)
                 cursor = self._connection.execute(sql, values)
                 columns = [column[0] for column in cursor.description]
                 found = cursor.fetchall() if max_rows is None else cursor.fetchmany(max_rows + 1)

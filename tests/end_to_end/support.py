@@ -139,5 +139,10 @@ def start_nginx(stage: Stage, directory: Path, upstream: str, location: str, nam
         name, program, "-p", str(directory), "-c", str(config), "-g", "daemon off;", "-e", str(directory / "early.log")
     )
     url = f"http://127.0.0.1:{port}"
-    until(lambda: socket.create_connection(("127.0.0.1", port), 1).close() or True, 10)
+
+    def listens() -> bool:
+        with socket.create_connection(("127.0.0.1", port), 1):
+            return True
+
+    until(listens, 10)
     return url
