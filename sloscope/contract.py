@@ -351,55 +351,103 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class Obligation:
-    """A line of the design sheet: who owes what to the person who waits."""
+    """A line of the design sheet: who owes what to the person who waits. `policy`: what the reference server does to
+    keep it, by flag of `sloscope serve`."""
 
     obligation: str
     owner: str
+    policy: str
     starts: str
     limit: str
     exposed_by: str
 
 
-def sheet(contract: Contract) -> list[Obligation]:
-    """The design sheet: each obligation with its owner, start, limit and the metric that exposes a miss."""
+_NO_POLICY = "no policy in the engine"
 
-    def limits(name: str) -> str:
-        declared = {row.name: row.limits.declared().get(name) for row in contract.classes.values()}
-        said = [f"{who} {format_ns(ns)}" for who, ns in declared.items() if ns is not None]
-        return ", ".join(said) or "not promised"
+
+def sheet(contract: Contract) -> list[Obligation]:
+    """The design sheet: each obligation with its owner, policy, start, limit and the metric that exposes a miss."""
+
+    def promised(name: str) -> str:
+        if name == "min_tokens":
+            said = [f"{row.name} {row.limits.min_tokens}" for row in contract.classes.values()]
+        else:
+            declared = {row.name: row.limits.declared().get(name) for row in contract.classes.values()}
+            said = [f"{who} {format_ns(ns)}" for who, ns in declared.items() if ns is not None]
+        return f"{name}: {', '.join(said) or 'not promised'}"
 
     def budget(*links: str) -> str:
         said = [f"{link} {format_ns(contract.budget[link])}" for link in links if link in contract.budget]
         return ", ".join(said) or "no budget"
 
-    # The engine has no largest gap of a request, only the intervals between its tokens.
     at = contract.observer
-    gaps = "" if at == "engine" else f"sloscope_{at}_itl_max_seconds, "
+    zero = "the client sent it" if at == "client" else f"its first byte arrived at the {at}"
+
+    def received(family: str) -> str:
+        # The engine has metrics of its work, not of each limit; the question judges its requests like all others.
+        return "question misses_by_obligation" if at == "engine" else f"sloscope_{at}_{family}"
+
     return [
         Obligation(
             "waiting prompt → first token",
             "scheduler: admission and prefill order",
-            "request arrived at the server",
-            f"ttft: {limits('ttft')}; {budget('queue', 'prefill')}",
+            "--admission deadline, --order edf, --lanes",
+            zero,
+            f"{promised('ttft')}; {budget('queue', 'prefill')}",
             f"sloscope_{at}_ttft_seconds, sloscope_engine_queue_seconds, sloscope_engine_prefill_seconds",
+        ),
+        Obligation(
+            "waiting prompt → first token that is not reasoning",
+            "model: how long it reasons",
+            _NO_POLICY,
+            zero,
+            promised("ttft_visible"),
+            received("ttft_visible_seconds"),
         ),
         Obligation(
             "active sequence → next token",
             "scheduler: every iteration it is in the batch",
+            "--prefill-slack, or --prefill-tokens",
             "its previous token was computed",
-            f"itl_max: {limits('itl_max')}; tpot: {limits('tpot')}",
-            f"{gaps}sloscope_engine_token_interval_seconds",
+            promised("itl_max"),
+            f"{received('itl_max_seconds')}, sloscope_engine_token_interval_seconds",
+        ),
+        Obligation(
+            "active sequence → its tokens at a pace",
+            "scheduler: how many share the batch",
+            f"{_NO_POLICY}; --max-batch is fixed",
+            "its first token came",
+            promised("tpot"),
+            f"{received('tpot_seconds')}, sloscope_engine_decode_step_seconds",
+        ),
+        Obligation(
+            "request → the end of its answer",
+            "scheduler, and the model: how long it answers",
+            f"{_NO_POLICY}; it follows from the rows above",
+            zero,
+            promised("e2e"),
+            received("e2e_seconds"),
+        ),
+        Obligation(
+            "answer → long enough",
+            "model: when it ends",
+            _NO_POLICY,
+            "the answer completed",
+            promised("min_tokens"),
+            received("contract_misses_total"),
         ),
         Obligation(
             "admitted request → room for the KV it will create",
             "KV block pool: reservation or preemption",
+            "--reservation",
             "admission",
-            "never preempted for want of a reservation",
+            "full: never preempted; optimistic, estimate: preempted when the pool is full, and run again",
             "sloscope_engine_kv_blocks, sloscope_engine_preemptions_total",
         ),
         Obligation(
             "sidecar → forward without holding",
             "sidecar data plane",
+            "none to choose: every byte goes on as it comes",
             "an event's last byte was read from upstream",
             budget("sidecar"),
             "sloscope_sidecar_added_seconds",
@@ -407,8 +455,9 @@ def sheet(contract: Contract) -> list[Obligation]:
         Obligation(
             "client → read",
             "the consumer",
+            "--max-undelivered, --slow-reader-after",
             "bytes are in its socket",
             "not promised to anyone; recorded apart",
-            "consumer_hold_ns, loop_lag_max_ns in its records",
+            "sloscope_engine_pauses_total; consumer_hold_ns, loop_lag_max_ns in its records",
         ),
     ]

@@ -102,6 +102,23 @@ def test_the_states_of_the_reference_server_are_listed_with_what_may_follow() ->
             assert set(row.split("|")[3].replace(" ", "").split(",")) == {str(s) for s in following}, state
 
 
+def test_the_reference_server_says_who_owes_what_as_a_sheet_does() -> None:
+    section = doc("reference-server.md").partition("\n## Who owes what\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "→" in line]
+    sheet = contract.sheet(contract.preset("exercise"))  # its observer is the client
+    assert [(row[0], row[2], row[3]) for row in rows] == [(row.obligation, row.owner, row.policy) for row in sheet]
+    shown = [re.findall(r"sloscope_\w+", row[4].replace("…", "client")) for row in rows]
+    assert shown == [re.findall(r"sloscope_\w+", row.exposed_by) for row in sheet]
+
+
+def test_the_policies_of_a_sheet_are_flags_of_the_server() -> None:
+    flags = {
+        flag for row in contract.sheet(contract.preset("exercise")) for flag in re.findall(r"--[a-z-]+", row.policy)
+    }
+    known = {opt for param in reference.load_command("serve").params for opt in param.opts}
+    assert flags and flags <= known
+
+
 def test_the_table_of_receipts_lists_every_field() -> None:
     table = doc("sidecar.md").partition("## Receipts of real clients")[2].partition("\n## ")[0]
     # `observer` belongs to a late reason and has one useful value, its default.

@@ -108,7 +108,15 @@ def test_an_unknown_class_is_unknown_and_not_the_default() -> None:
 def test_presets_load_and_have_a_sheet_with_every_obligation(name: str) -> None:
     contract = c.preset(name)
     rows = c.sheet(contract)
-    assert len(rows) == 5 and all(row.owner and row.starts and row.exposed_by for row in rows)
+    assert len(rows) == 9 and all(row.owner and row.policy and row.starts and row.exposed_by for row in rows)
+
+
+@pytest.mark.parametrize("limit", [*c.LIMIT_NAMES, "min_tokens"])
+def test_whatever_a_contract_promises_stands_in_one_row_of_its_sheet(limit: str) -> None:
+    value, said = ("7", "7") if limit == "min_tokens" else ("'1234ms'", "1234ms")
+    rows = c.sheet(c.parse(f"version = 1\n[classes.gold]\n{limit} = {value}"))
+    assert [row.limit.partition(";")[0] for row in rows if said in row.limit] == [f"{limit}: gold {said}"]
+    assert sum("not promised" in row.limit for row in rows) == len(c.LIMIT_NAMES) + (limit == "min_tokens")
 
 
 def test_a_missing_file_is_one_line() -> None:
@@ -129,4 +137,5 @@ def test_a_sheet_names_metrics_that_are_exposed_where_the_promise_is_measured(ob
     for name in (name for names in named for name in names):
         catalogue.get(name)
     others = {f"sloscope_{other}_" for other in c.OBSERVERS if other not in (observer, "engine")}
-    assert not [name for name in named[0] + named[1] if name.startswith(tuple(others))]
+    of_limits = [name for names in named[:6] for name in names]
+    assert of_limits and not [name for name in of_limits if name.startswith(tuple(others))]
