@@ -34,6 +34,7 @@ CHOICE = ENGINE.policies
 ENGINE_EXIT_S = 5.0
 MIN_CONTEXT = 16
 BACKLOG = 2048
+SEND_BUFFER = 16384  # bytes; the kernel doubles it, and some 130 tokens fill that
 LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
 
 
@@ -149,7 +150,11 @@ def serve(
         format_ns(ENGINE.slow_reader_ns), help="A paused reader that takes nothing for so long is cut off."
     ),
     send_buffer: int = typer.Option(
-        0, min=0, max=1 << 30, help="Kernel send buffer of a connection, bytes; 0: the kernel's choice."
+        SEND_BUFFER,
+        min=0,
+        max=1 << 30,
+        help="Kernel send buffer of a connection, bytes: what it has taken counts as delivered. 0: the kernel's own, "
+        "megabytes.",
     ),
     threads: int = typer.Option(0, min=0, max=512, help="torch threads; 0: cores - 1, at least 1."),
     dtype: str = typer.Option(ENGINE.dtype, help="float32 or bfloat16."),

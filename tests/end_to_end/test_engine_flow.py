@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 
+from reference_server.engine_process import EngineConfig
 from sloscope.ids import new_request_id
 from sloscope.records import Record
 from tests.end_to_end.support import Follower
@@ -17,7 +18,8 @@ from tests.reference_server.serving import WAYS_TO_LEAVE, Conversation, Served, 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 READERS = 8
 TOKENS = 300
-WINDOW = 256  # a front end that a busy machine holds up is behind by less, so that only who does not read pauses
+# Who is behind because a busy machine holds up the front end is behind by less: only who does not read pauses.
+WINDOW = EngineConfig("builtin").max_undelivered
 PATIENCE_S = 3
 # The step that runs when the socket closes was begun before. The front end sends the abort when it sees the close, and
 # the engine reads its inbox before each step: one more step begins only when that read came just before the abort.
@@ -71,9 +73,7 @@ class Run:
 
 
 def test_a_client_that_never_reads_pauses_only_itself_and_is_cut(tmp_path: Path) -> None:
-    served = Served(
-        tmp_path, "--max-undelivered", f"{WINDOW}", "--slow-reader-after", f"{PATIENCE_S}s", "--send-buffer", "4096"
-    )
+    served = Served(tmp_path, "--slow-reader-after", f"{PATIENCE_S}s")  # window and buffers as they are by default
     resident, reserved, free = (
         f'sloscope_engine_kv_blocks{{kind="{kind}"}}' for kind in ("resident", "reserved", "free")
     )
@@ -82,7 +82,7 @@ def test_a_client_that_never_reads_pauses_only_itself_and_is_cut(tmp_path: Path)
 
     slow_id = new_request_id()
     body = {"model": "builtin", "prompt": "the river", "max_tokens": 4000, "stream": True}
-    slow = Conversation(served.port, body, {"x-sloscope-request-id": slow_id}, receive_buffer=2048)
+    slow = Conversation(served.port, body, {"x-sloscope-request-id": slow_id})
     paused = until(lambda: (m := served.metrics())['sloscope_engine_requests{state="PAUSED"}'] == 1 and m, 60)
     # 4 prompt tokens and 4000 more are 126 blocks of 32, promised in full and kept while it pauses.
     assert paused[resident] + paused[reserved] == 126 == before[free] - paused[free]
