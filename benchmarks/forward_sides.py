@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import gguf
 import numpy as np
@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from reference_server.kv_blocks import BLOCK_TOKENS
-from reference_server.model import Llama
+from reference_server.model import Llama, Projection
 from reference_server.runner import Runner
 from reference_server.step_types import StepItem
 from reference_server.weights import Checkpoint
@@ -30,6 +30,7 @@ GENERATED = 8  # tokens of one call of `generate`, which has work of its own to 
 
 PLAIN_FLOOR = "floor (plain products)"
 PACKED_FLOOR = "floor (packed products)"
+KV_FLOOR = "floor (plain products and a read of the KV)"
 
 
 class Side(Protocol):
@@ -39,10 +40,9 @@ class Side(Protocol):
     def decode(self, batch: int) -> float: ...
 
 
-class Product(Protocol):
+class Product(NamedTuple):
     in_features: int
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+    of: Callable[[Tensor], Tensor]
 
 
 def measured(work: Callable[[], object]) -> float:
@@ -52,31 +52,46 @@ def measured(work: Callable[[], object]) -> float:
 
 
 class Products:
-    """The floor: the model's matrix products alone, one after the other, on activations that are always the same."""
+    """The floor: the model's matrix products alone, one after the other, on activations that are always the same.
 
-    def __init__(self, name: str, layers: Sequence[Product], head: Product, dtype: torch.dtype, context: int) -> None:
+    `kv` [layers, sequences, width]: each layer's part of it for the batch is read once, too, in a decode step.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layers: Sequence[Product],
+        head: Product,
+        dtype: torch.dtype,
+        context: int,
+        kv: Tensor | None = None,
+    ) -> None:
         self.name = name
         self._layers = layers
         self._head = head
         self._dtype = dtype
         self._context = context
+        self._kv = kv
         self._inputs: dict[tuple[int, int], Tensor] = {}
 
     def prefill(self) -> float:
-        return self._measure(self._context, sampled=1)
+        return self._measure(self._context, sampled=1, kv_of=0)
 
     def decode(self, batch: int) -> float:
-        return self._measure(batch, sampled=batch)
+        return self._measure(batch, sampled=batch, kv_of=batch)
 
     @torch.inference_mode()
-    def _measure(self, tokens: int, sampled: int) -> float:
+    def _measure(self, tokens: int, sampled: int, kv_of: int) -> float:
         x = {product.in_features: self._input(tokens, product.in_features) for product in self._layers}
         last = self._input(sampled, self._head.in_features)
 
         def run() -> None:
             for product in self._layers:
-                product(x[product.in_features])
-            self._head(last)
+                product.of(x[product.in_features])
+            if self._kv is not None and kv_of:
+                for layer in self._kv:
+                    layer[:kv_of].sum()
+            self._head.of(last)
 
         return measured(run)
 
@@ -87,33 +102,35 @@ class Products:
         return self._inputs[key]
 
 
-class PlainProduct:
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-        self.in_features = weight.shape[1]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-def floors(checkpoint: Checkpoint, model: Llama, context: int) -> list[Products]:
-    """On plain weights by F.linear, and on those that the model packed; the same products in both."""
+def floors(checkpoint: Checkpoint, model: Llama, context: int, batch: int) -> list[Products]:
+    """On plain weights by F.linear, on those that the model packed, and on plain ones with the KV of the batch."""
+    c = checkpoint.config
     state = {name: tensor.to(model.dtype) for name, tensor in checkpoint.state.items()}
+
+    def plain_product(*names: str) -> Product:
+        weight = torch.cat([state[name] for name in names]) if len(names) > 1 else state[names[0]]
+        return Product(weight.shape[1], lambda x: linear(x, weight))
+
+    def packed_product(projection: Projection) -> Product:
+        return Product(projection.in_features, projection if projection.packed is None else projection.by_packed)
+
     plain: list[Product] = []
     packed: list[Product] = []
     for i, layer in enumerate(model.layers):
         at = f"model.layers.{i}."
         plain += [
-            PlainProduct(torch.cat([state[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])),
-            PlainProduct(state[at + "self_attn.o_proj.weight"]),
-            PlainProduct(torch.cat([state[f"{at}mlp.{p}_proj.weight"] for p in ("gate", "up")])),
-            PlainProduct(state[at + "mlp.down_proj.weight"]),
+            plain_product(*(f"{at}self_attn.{p}_proj.weight" for p in "qkv")),
+            plain_product(at + "self_attn.o_proj.weight"),
+            plain_product(*(f"{at}mlp.{p}_proj.weight" for p in ("gate", "up"))),
+            plain_product(at + "mlp.down_proj.weight"),
         ]
-        packed += [layer.qkv, layer.output, layer.gate_up, layer.down]
-    head = state["model.embed_tokens.weight" if checkpoint.config.tie_embeddings else "lm_head.weight"]
+        packed += [packed_product(p) for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    head = plain_product("model.embed_tokens.weight" if c.tie_embeddings else "lm_head.weight")
+    kv = torch.randn(c.layers, batch, context * 2 * c.kv_heads * c.head_dim, dtype=model.dtype)
     return [
-        Products(PLAIN_FLOOR, plain, PlainProduct(head), model.dtype, context),
-        Products(PACKED_FLOOR, packed, model.head, model.dtype, context),
+        Products(PLAIN_FLOOR, plain, head, model.dtype, context),
+        Products(PACKED_FLOOR, packed, packed_product(model.head), model.dtype, context),
+        Products(KV_FLOOR, plain, head, model.dtype, context, kv),
     ]
 
 

@@ -4,6 +4,7 @@ Attention and the KV cache are not here. `forward` is given a function that stor
 attends, so that how KV is laid out can change without touching the model.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -16,26 +17,40 @@ from reference_server.model_config import ModelConfig
 # (layer, q [tokens, heads, head_dim], keys then values [tokens, 2 * kv_heads, head_dim]) -> [tokens, heads * head_dim]
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
+# The plain weights double the memory, so they have to save this share of a step of one token.
+ONE_ROW_GAIN = 0.1
+ONE_ROW_TRIALS = 4
+
 
 class Projection:
     """x @ weight.T. On a CPU the weight is kept in oneDNN's blocked layout.
 
-    Why: at 1 to 64 rows the blocked kernel reads memory at full speed; `F.linear` on the plain layout takes 2
-    to 3 times as long. The operators are those that torch.compile uses for frozen weights; without them
-    F.linear serves.
+    Why: at 2 to 64 rows the blocked kernel reads memory at full speed; `F.linear` on the plain layout takes up to 3
+    times as long. The operators are those that torch.compile uses for frozen weights; without them F.linear serves.
+    For one row it depends on the machine, so `plain` stays until `Llama` has tried both.
     """
 
     def __init__(self, weight: Tensor) -> None:  # [out, in]
         self.out_features, self.in_features = weight.shape
-        self.packed = weight.device.type == "cpu" and _can_pack(weight.dtype)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.packed else weight
+        self.plain: Tensor | None = weight
+        self.packed = None
+        if weight.device.type == "cpu" and _can_pack(weight.dtype):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight)
 
     def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:  # [tokens, in] -> [tokens, out]
-        if self.packed and added is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, added, self.weight, None, "add")
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, None, "none", [], "")
-        return F.linear(x, self.weight) if added is None else F.linear(x, self.weight) + added
+        if self.packed is None or (self.plain is not None and x.shape[0] == 1):
+            return self.by_plain(x, added)
+        return self.by_packed(x, added)
+
+    def by_plain(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        assert self.plain is not None
+        product = F.linear(x, self.plain)
+        return product if added is None else product.add_(added)
+
+    def by_packed(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        if added is not None:
+            return torch.ops.mkldnn._linear_pointwise.binary(x, added, self.packed, None, "add")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -108,8 +123,29 @@ class Llama:
             )
         self.norm = take("model.norm.weight")
         self.head = Projection(self.embedding if config.tie_embeddings else take("lm_head.weight"))
+        if self.head.packed is not None:
+            self._choose_for_one_row()
         self._norm_eps = torch.tensor(config.norm_eps)
         self.cos, self.sin = rotary_table(config, dtype, device)
+
+    @torch.inference_mode()
+    def _choose_for_one_row(self) -> None:
+        """Keeps the plain weights beside the packed ones where a step of one token is faster by them."""
+        products = [p for layer in self.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        products.append(self.head)
+        inputs = {p.in_features: torch.zeros(1, p.in_features, dtype=self.dtype) for p in products}
+        plain = [(product.by_plain, inputs[product.in_features]) for product in products]
+        packed = [(product.by_packed, inputs[product.in_features]) for product in products]
+        took_s: list[list[float]] = [[], []]
+        for _ in range(ONE_ROW_TRIALS):
+            for side, times in zip((plain, packed), took_s, strict=True):
+                start = time.perf_counter()
+                for product, x in side:
+                    product(x)
+                times.append(time.perf_counter() - start)
+        if min(took_s[0]) > min(took_s[1]) * (1 - ONE_ROW_GAIN):
+            for projection in products:
+                projection.plain = None
 
     def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor | None, attend: Attend) -> Tensor:
         """token_ids and positions [tokens]; logit_rows [n] names the tokens whose successor is wanted, None: all.

@@ -27,13 +27,13 @@ def test_all_sides_and_both_loops_have_a_row(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     kept = json.loads(saved.read_text())
-    sides = ["floor (plain products)", "floor (packed products)", "sloscope", "transformers forward"]
-    sides.append("transformers generate")
+    sides = ["floor (plain products)", "floor (packed products)", "floor (plain products and a read of the KV)"]
+    sides += ["sloscope", "transformers forward", "transformers generate"]
     whats = ["decode, batch 1", "decode, batch 16", "prefill, 16"]
     assert [(row["what"], row["side"]) for row in kept["forward"]] == [(what, side) for what in whats for side in sides]
     for row in kept["forward"]:
         assert row["min_ms"] == row["max_ms"] == row["ms"] > 0  # one round, and the one before does not count
-        for side, column in zip(sides, ("x_plain", "x_packed"), strict=False):
+        for side, column in zip(sides, ("x_plain", "x_packed", "x_plain_kv"), strict=False):
             assert row["side"] != side or row[column] == 1
     assert [(row["batch"], row["runner"]) for row in kept["loop"]] == [(64, "instant runner"), (16, "the model")]
     assert "--llama-python" in kept["about"]["llama_cpp"]

@@ -1,9 +1,11 @@
 """The forward pass against Hugging Face's Llama with the same weights, however the tokens are cut into steps."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from reference_server.builtin import random_state
@@ -188,11 +190,29 @@ def test_bfloat16_stays_near_float32_in_prefill_chunk_and_decode() -> None:
 def test_a_packed_projection_is_the_same_matrix_product(rows: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(70, 50, generator=generator), torch.randn(rows, 50, generator=generator)
-    projection = Projection(weight)
-    assert projection.packed == torch.backends.mkldnn.is_available()
-    torch.testing.assert_close(projection(x), x @ weight.T, atol=1e-4, rtol=0)
     added = torch.randn(rows, 70, generator=generator)
-    torch.testing.assert_close(projection(x, added), x @ weight.T + added, atol=1e-4, rtol=0)
+    projection = Projection(weight)
+    assert (projection.packed is not None) == torch.backends.mkldnn.is_available()
+    for plain in (weight, None):  # one row goes by the plain weight while there is one
+        projection.plain = plain
+        torch.testing.assert_close(projection(x), x @ weight.T, atol=1e-4, rtol=0)
+        torch.testing.assert_close(projection(x, added), x @ weight.T + added, atol=1e-4, rtol=0)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="nothing is packed here")
+@pytest.mark.parametrize("plain_is_faster", [True, False])
+def test_plain_weights_stay_only_where_one_row_is_faster_by_them(
+    plain_is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*_: object, **__: object) -> Tensor:
+        time.sleep(0.001)
+        return torch.empty(0)
+
+    slow = "by_packed" if plain_is_faster else "by_plain"
+    monkeypatch.setattr(Projection, slow, slowly)
+    model = Llama(tiny_config(), weights_of(tiny_config()), torch.float32, torch.device("cpu"))
+    kept = {p.plain is not None for layer in model.layers for p in (layer.qkv, layer.output, layer.gate_up, layer.down)}
+    assert kept == {plain_is_faster} == {model.head.plain is not None}
 
 
 def test_the_configs_weight_count_is_that_of_its_tensors() -> None:
