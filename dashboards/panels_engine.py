@@ -243,12 +243,14 @@ def undelivered() -> Any:
 def tokens() -> Any:
     return style.lines(
         "Tokens run and reused",
-        "Prompt tokens prefilled or taken from the prefix cache instead, and output tokens computed, a second.",
+        "Prompt tokens prefilled or taken from the prefix cache instead, output tokens computed, and what preemptions "
+        "made run again, a second.",
         "short",
         [
             style.query(promql.per_second(promql.engine("prompt_tokens_total")), "prompt"),
             style.query(promql.per_second(promql.engine("prefix_reused_tokens_total")), "reused"),
             style.query(promql.per_second(promql.engine("output_tokens_total")), "output"),
+            style.query(promql.per_second(promql.engine("recomputed_tokens_total")), "run again"),
         ],
         no_value=_NO_ENGINE,
     )

@@ -237,7 +237,8 @@ class Ledger:
             ("transfer", work.transfer_bytes),
         ):
             metrics.inc("sloscope_engine_work_bytes_total", moved, (part,))
-        metrics.inc("sloscope_engine_prompt_tokens_total", plan.prefill_tokens)
+        metrics.inc("sloscope_engine_prompt_tokens_total", sum(plan.fresh))
+        metrics.inc("sloscope_engine_recomputed_tokens_total", plan.recomputed_tokens)
         metrics.inc("sloscope_engine_output_tokens_total", len(emitted))
         metrics.inc("sloscope_engine_prefix_reused_tokens_total", plan.reused)
         self._charge(plan)

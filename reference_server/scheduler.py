@@ -83,8 +83,8 @@ class StepPlan:
     """The batch of one iteration: `items[i]` runs `requests[i]`. Decodes first.
 
     `fresh[i]`: prompt tokens of the item that were never run before, which is what service is counted in.
-    `token_budget`: prompt tokens that this iteration was allowed. `reused`: prompt tokens whose KV was found at this
-    boundary.
+    `token_budget`: tokens of prefills that this iteration was allowed. `reused`: prompt tokens whose KV was found at
+    this boundary. A position of a prompt is in `fresh` or `reused` once, whatever a preemption makes run again.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -106,6 +106,11 @@ class StepPlan:
     @property
     def prefill_tokens(self) -> int:
         return sum(len(item.token_ids) for item in self.items[self.decodes :])
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Of prefills after a preemption: what is no prompt token that runs for the first time."""
+        return self.prefill_tokens - sum(self.fresh)
 
     def begin(self, decodes: list[Request]) -> None:
         """One token each."""
@@ -320,8 +325,9 @@ class Scheduler:
         self._order.remove(request)
         request.blocks, request.reused = self.pool.open(request.key, request.sequence(), promised)
         request.computed = request.reused
+        # A preempted request finds its own answer, and what it had of its prompt, too: that is nobody's prefix.
+        plan.reused += max(0, min(request.reused, len(request.prompt)) - request.charged)
         request.charged = max(request.charged, request.reused)
-        plan.reused += request.reused
         if not again:
             self._ranks += 1
             request.rank = self._ranks

@@ -93,7 +93,7 @@ SOURCES: tuple[Source, ...] = (
     Source("sloscope", "token_interval_seconds", ("sloscope_engine_token_interval_seconds",)),
     Source("sloscope", "queue_seconds", ("sloscope_engine_queue_seconds",)),
     Source("sloscope", "prefill_seconds", ("sloscope_engine_prefill_seconds",)),
-    Source("sloscope", "prompt_tokens_total", ("sloscope_engine_prompt_tokens_total",), "run, preempted ones again"),
+    Source("sloscope", "prompt_tokens_total", ("sloscope_engine_prompt_tokens_total",), "run, each once"),
     Source("sloscope", "prompt_tokens_total", ("sloscope_engine_prefix_reused_tokens_total",), "and reused"),
     Source("sloscope", "generation_tokens_total", ("sloscope_engine_output_tokens_total",)),
     Source("sloscope", "preemptions_total", ("sloscope_engine_preemptions_total",)),

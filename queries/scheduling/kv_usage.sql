@@ -23,7 +23,7 @@
 --   paused_share      double   ratio     time in which requests were held back by flow control / in which they held KV
 --   preemptions       bigint   requests
 --   reused_tokens     bigint   tokens    of prompts, taken from the prefix cache instead of run
---   prefill_tokens    bigint   tokens    of prompts, run
+--   prefill_tokens    bigint   tokens    of prefills, run; after a preemption again
 --   reused_share      double   ratio     reused / (reused + run)
 --   unbalanced        bigint   steps     whose resident, reserved and free do not sum to the engine's pool: 0 is right
 -- rules: Steps of the window and of its requests' drain: buckets go on after the window until the last step that still

@@ -71,7 +71,9 @@ def test_counters_and_gauges_agree_with_the_journal(tmp_path: Path, reuse: bool)
     assert m["step_seconds_count"] == len(steps)
     assert m["decode_step_seconds_count"] == sum(not r["prefill_ids"] for r in steps)
     assert m["step_seconds_sum"] == pytest.approx(sum(r["end_ns"] - r["start_ns"] for r in steps) / 1e9)
-    assert m["prompt_tokens_total"] == total(steps, "prefill_tokens") > 0
+    first_run = sum(sum(r["prefill_charged_counts"]) for r in steps)
+    assert m["prompt_tokens_total"] == first_run > 0
+    assert m["recomputed_tokens_total"] == total(steps, "prefill_tokens") - first_run > 0
     assert m["output_tokens_total"] == total(steps, "sampled_tokens") > 0
     assert m["prefix_reused_tokens_total"] == total(steps, "reused_tokens")
     assert (m["prefix_reused_tokens_total"] > 0) == reuse

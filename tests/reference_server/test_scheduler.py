@@ -5,13 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reference_server.cost_model import StepShape
 from reference_server.kv_blocks import BlockPool
+from reference_server.ledger import Ledger
 from reference_server.orders import Fcfs
 from reference_server.policies import Optimistic
 from reference_server.prefill_budget import Static
 from reference_server.request import ENDED, TRANSITIONS, Request, State
 from reference_server.scheduler import Emitted, Limits, Policies, Scheduler, StepPlan
+from reference_server.step_types import StepResult
 from sloscope import records
+from sloscope.exposition import MetricStore
+from tests.reference_server.test_work import CONFIG
 from tests.reference_server.tiny_runner import EOS, TinyRunner
 
 
@@ -410,6 +415,32 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     b = world.submit("b", tokens=[5, 6, 7, 8], max_tokens=12)
     world.run_out()
     assert b.preemptions == 1 and b.output == a.output == list(range(104, 116))
+
+
+@pytest.mark.parametrize(("prefix_reuse", "again"), [(False, 13), (True, 1)])
+def test_each_prompt_token_is_counted_once_whatever_a_preemption_makes_run_again(
+    prefix_reuse: bool, again: int
+) -> None:
+    world = optimistic(blocks=6, prefix_reuse=prefix_reuse)
+    store = MetricStore("server")
+    ledger = Ledger(world.scheduler, store, None, CONFIG)
+    a = world.submit("a", tokens=[1, 2, 3, 4], max_tokens=12)
+    b = world.submit("b", tokens=[1, 2, 3, 4], max_tokens=12)
+    while world.scheduler.has_work:
+        plan = world.scheduler.plan(0)
+        ledger.step(1, plan, StepShape(0, 0, 0), world.run(plan), 0, StepResult([], 0, 1), None)
+        world.settle()
+    assert (a.preemptions, b.preemptions) == (0, 1)
+    counted = {
+        line.split()[0].removeprefix("sloscope_engine_"): float(line.split()[1])
+        for line in store.render().decode().splitlines()
+        if "tokens_total" in line and line[0] != "#"
+    }
+    # Both start at once, so neither finds a beginning of the other's. With 4 + 9 tokens each needs a fourth block, and
+    # there are 6: b runs 13 tokens again, of which 12 lie in full blocks that it finds where they are reused.
+    assert counted["prompt_tokens_total"] == 8 and counted["output_tokens_total"] == 24
+    assert counted["prefix_reused_tokens_total"] == 0
+    assert counted["recomputed_tokens_total"] == again
 
 
 # --- readers
