@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 from reference_server.answer_text import AnswerText, Ending
 from reference_server.front_end import FrontEnd, Live
-from reference_server.intake import Asked, Intake
+from reference_server.intake import Asked, ContextError, Intake
 from reference_server.openai_api import (
     DONE,
     ApiError,
@@ -123,6 +123,8 @@ class Answer(Response):
         except ClientLeftError:
             assert self._live.left, "the protocol tells before ASGI does"
         except ApiError as error:
+            if isinstance(error, ContextError):
+                self._front.refuse(self.request_id, "context")
             if not self._live.left:
                 await self._refuse(error)
 

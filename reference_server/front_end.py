@@ -312,6 +312,12 @@ class FrontEnd:
         if self.journal is not None:
             self.journal.write(record)
 
+    def refuse(self, request_id: str, reason: str) -> None:
+        """A decision of admission that is made before the engine hears of the request. Counted as the engine's are."""
+        self.metrics.inc("sloscope_engine_admissions_total", 1, ("refuse", reason))
+        at_ns = self.clock.monotonic_ns()
+        self.record("decision", request_id=request_id, attempt=0, at_ns=at_ns, verdict="refuse", reason=reason)
+
     def ended(self, outcome: str) -> None:
         self.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
 

@@ -14,6 +14,14 @@ from sloscope.errors import ConfigError, ContractError, ModelFileError
 LONG_PROMPT_CHARS = 4096  # from here on encoding takes milliseconds: not on the loop
 
 
+class ContextError(ApiError):
+    """Admission's refusal of what no waiting can mend. It is decided here and not in the scheduler, which would have
+    to read a prompt of any length between two steps."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+
+
 @dataclass(slots=True)
 class Asked:
     """Everything about a request that was found good."""
@@ -65,12 +73,11 @@ class Intake:
         likely = min(front.default_max_tokens, room, front.kv_tokens - len(prompt))
         max_tokens = completion.max_tokens or max(likely, 1)
         if max_tokens > room:
-            raise ApiError(
-                400,
+            raise ContextError(
                 f"max_tokens: prompt {len(prompt)} + max_tokens {max_tokens} = {len(prompt) + max_tokens} tokens; "
                 f"accepted: at most {front.max_context} together",
-                param="max_tokens", code="context_length_exceeded",
-            )  # fmt: skip
+                param="max_tokens",
+            )
         known["max_tokens"] = max_tokens
         limits = known.get("limits", {})
         return Asked(
@@ -148,11 +155,10 @@ class Intake:
             raise ApiError(400, str(error), param="messages") from None
         most = front.max_context * tokenizer.longest_token
         if len(text) > most:  # said without encoding, which would take as long as the prompt is
-            raise ApiError(
-                400,
+            raise ContextError(
                 f"prompt: {len(text)} characters, more than {front.max_context} tokens; accepted: at most that",
-                param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
+                param="prompt",
+            )
         if len(text) < LONG_PROMPT_CHARS:
             ids = tokenizer.encode(text)
         else:

@@ -317,6 +317,19 @@ def test_a_prompt_that_must_be_too_long_is_refused_without_being_encoded(served:
     assert "more than 8192 tokens" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("body", [{"max_tokens": 9000}, {"prompt": "ha " * (16 * 8192 // 3)}])
+def test_what_can_never_fit_the_context_is_a_decision_of_admission(served: Served, body: dict[str, Any]) -> None:
+    name = 'sloscope_engine_admissions_total{reason="context",verdict="refuse"}'
+    before = served.metrics()[name]
+    response = served.text(**body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    request_id = response.headers["x-sloscope-request-id"]
+    served.wait_for_end(request_id)
+    (decision,) = served.records("decision", request_id)
+    assert (decision["verdict"], decision["reason"]) == ("refuse", "context")
+    assert served.metrics()[name] == before + 1
+
+
 def test_unknown_paths_answer_in_the_form_of_the_api(served: Served) -> None:
     response = httpx.get(f"{served.url}/v1/nothing")
     assert response.status_code == 404 and "/v1/nothing" in response.json()["error"]["message"]
