@@ -7,7 +7,7 @@ MODEL ?= builtin-14m
 TRACE ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo lab test histories check e2e generate clean
+.PHONY: help setup demo lab test histories check e2e gpu generate clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,9 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 
 e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus, nginx, chromium)
 	$(BIN)/python -m pytest -q -s -m e2e tests/end_to_end
+
+gpu: $(STAMP)  ## On a machine with a CUDA device: its tests, then decode steps against the bytes that they must move
+	$(BIN)/python -m benchmarks.gpu_roofline
 
 generate: $(STAMP)  ## Rebuild the committed dashboards, rules and reference pages
 	$(BIN)/sloscope dashboards build

@@ -218,6 +218,7 @@ STEPS: tuple[Column, ...] = (
         ("gap_before_ns", "start minus the end of the same process's step before; NULL at its first"),
     ),
     Column("fault", "VARCHAR", "injected fault, if any"),
+    Column("captured", "BOOLEAN", "most of it was the capture of a program for its shape; NULL: no"),
     *_columns(
         "DOUBLE",
         ("modelled_flops", "FLOPs from the model's shape"),

@@ -4,7 +4,7 @@ A program reads two input buffers and leaves the chosen tokens in a third. It is
 as it stands; only capture and replay need the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,15 +20,32 @@ WARM_UP_RUNS = 2  # before a capture: libraries set themselves up at first use
 
 class Shape(NamedTuple):
     rows: int  # sequences, up to the next power of two
-    width: int  # blocks of the longest, likewise
+    width: int  # blocks of the longest, likewise, but no more than the longest context has
     draws: bool
     nucleus: bool
 
 
-def shape_of(batch: Sequence[StepItem], block_tokens: int) -> Shape:
+def shape_of(batch: Sequence[StepItem], block_tokens: int, widest: int) -> Shape:
     width = max(item.position0 // block_tokens + 1 for item in batch)
     drawn = [item.sampling for item in batch if item.sampling.temperature > 0]
-    return Shape(_bucket(len(batch)), _bucket(width), bool(drawn), any(p.top_p < 1 for p in drawn))
+    return Shape(_bucket(len(batch)), min(_bucket(width), widest), bool(drawn), any(p.top_p < 1 for p in drawn))
+
+
+def shapes(most_rows: int, widest: int, kv_blocks: int) -> Iterator[Shape]:
+    """What `shape_of` may say of up to `most_rows` sequences, the largest first.
+
+    Left out are those whose table has more places than the pool has blocks, to powers of two: mostly padding, seldom
+    met, and they could take more memory than the KV itself.
+    """
+    for rows in _buckets(most_rows):
+        for width in _buckets(widest):
+            if rows * min(width, widest) <= _bucket(kv_blocks):
+                for draws, nucleus in ((False, False), (True, False), (True, True)):
+                    yield Shape(rows, min(width, widest), draws, nucleus)
+
+
+def _buckets(most: int) -> list[int]:
+    return [1 << bits for bits in range((most - 1).bit_length(), -1, -1)]
 
 
 def _bucket(count: int) -> int:
@@ -36,13 +53,16 @@ def _bucket(count: int) -> int:
 
 
 class DecodePrograms:
-    """One program for each shape that has come up."""
+    """One program for each shape that was prepared or has come up."""
 
-    def __init__(self, model: Llama, kv: PagedKV, eos_ids: Tensor, output_mask: Tensor | None) -> None:
+    def __init__(
+        self, model: Llama, kv: PagedKV, max_context: int, eos_ids: Tensor, output_mask: Tensor | None
+    ) -> None:
         self._model = model
         self._kv = kv
         self._eos_ids = eos_ids
         self._output_mask = output_mask
+        self._widest = -(-max_context // kv.block_tokens)
         self._programs: dict[Shape, _Program] = {}
         self._graph_memory = torch.cuda.graph_pool_handle() if model.device.type == "cuda" else None
 
@@ -50,9 +70,19 @@ class DecodePrograms:
     def suits(batch: Sequence[StepItem]) -> bool:
         return all(len(item.token_ids) == 1 and item.sample for item in batch)
 
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def prepare(self, most_rows: int) -> None:
+        """Makes the programs before anybody waits for them; a capture takes as long as many steps. The largest go
+        first, since those after them then find memory that is large enough."""
+        for shape in shapes(most_rows, self._widest, self._kv.kv_blocks):
+            if shape not in self._programs:
+                self._programs[shape] = _Program(self, shape)
+
     def run(self, batch: Sequence[StepItem]) -> Tensor:
         """The chosen tokens [items], on the device."""
-        shape = shape_of(batch, self._kv.block_tokens)
+        shape = shape_of(batch, self._kv.block_tokens, self._widest)
         program = self._programs.get(shape)
         if program is None:
             program = self._programs[shape] = _Program(self, shape)

@@ -163,7 +163,7 @@ class Engine:
         shape = shape_of(plan.items, plan.decodes)
         self._ledger.step(self._step_id, plan, shape, emitted, start_ns, result, fault)
         self._ledger.tokens(emitted, before_ns, result.end_ns)
-        if fault is None:  # an injected stall says nothing of what a step takes
+        if fault is None and not result.captured:  # neither says anything of what the next such step takes
             self._cost.observe(shape, result.end_ns - start_ns)
             self.scheduler.policies.admission.observe_step(plan, result.end_ns - start_ns)
         return True

@@ -80,6 +80,9 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     scheduler = Scheduler(limits, pool, model.eos_ids, parts.policies)
     ledger = Ledger(scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit)
     engine = Engine(runner, scheduler, link, ledger, journal, clock, parts.cost, parts.lengths, config.policies.lanes)
+    began_ns = clock.monotonic_ns()
+    if programs := runner.prepare(config.slots):
+        message(f"captured {programs} decode programs in {format_ns(clock.monotonic_ns() - began_ns)}")
     warm_up(runner, blocks, config.block_tokens, config.slots)
     ceilings: dict[str, float] = {}
     if config.calibrate:

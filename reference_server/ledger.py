@@ -214,6 +214,7 @@ class Ledger:
             modelled_flops=work.flops,
             modelled_bytes=work.bytes,
             fault=fault,
+            captured=result.captured or None,
             **work._asdict(),
         )
         self._preempted = []

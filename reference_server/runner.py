@@ -40,10 +40,19 @@ class Runner:
         self._output_mask = None if output_mask is None else output_mask.to(model.device)
         self._programs = None
         if model.device.type == "cuda" if programs is None else programs:
-            self._programs = DecodePrograms(model, self.kv, self._eos_ids, self._output_mask)
+            self._programs = DecodePrograms(model, self.kv, self.max_context, self._eos_ids, self._output_mask)
+
+    @torch.inference_mode()
+    def prepare(self, most_sequences: int) -> int:
+        """Captures what steps of up to so many sequences will replay, and says how many programs there are."""
+        if self._programs is None:
+            return 0
+        self._programs.prepare(most_sequences)
+        return len(self._programs)
 
     def step(self, batch: Sequence[StepItem]) -> StepResult:
         start_ns = time.monotonic_ns()
+        programs = 0 if self._programs is None else len(self._programs)
         with torch.inference_mode():
             timer = _DeviceTimer(self.model.device)
             token_ids = _to_host(self._choose(batch))
@@ -52,7 +61,8 @@ class Runner:
         sampled = (i for i, item in enumerate(batch) if item.sample)
         for i, token_id in zip(sampled, token_ids.tolist(), strict=True):
             chosen[i] = token_id
-        return StepResult(chosen, start_ns, time.monotonic_ns(), device_ns)
+        captured = self._programs is not None and len(self._programs) > programs
+        return StepResult(chosen, start_ns, time.monotonic_ns(), device_ns, captured)
 
     def _choose(self, batch: Sequence[StepItem]) -> Tensor:
         """The chosen tokens of the items that sample, on the device."""

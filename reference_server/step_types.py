@@ -47,10 +47,12 @@ class StepResult:
     """One entry of `token_ids` per item, in the order of the batch; None where nothing was sampled.
 
     start_ns and end_ns are monotonic; the tokens are in host memory by end_ns. `device_ns` is what the
-    accelerator measured between the first and the last kernel; None on a CPU.
+    accelerator measured between the first and the last kernel; None on a CPU. `captured`: a program for its shape was
+    made first, which took most of its time.
     """
 
     token_ids: list[int | None]
     start_ns: int
     end_ns: int
     device_ns: int | None = None
+    captured: bool = False

@@ -185,6 +185,9 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("kv_write_bytes", "float", "of those, KV written"),
         Field("transfer_bytes", "float", "of those, moved between host and device"),
         Field("fault", "str", "injected fault, if any"),
+        Field(
+            "captured", "bool", "most of it was the capture of a program for its shape, at its first use; absent: no"
+        ),
     ),
     "engine": (
         Field("at_ns", "int", "the engine process started, or what follows changed", required=True),

@@ -65,6 +65,13 @@ def test_graphs_choose_the_tokens_of_ordinary_steps() -> None:
     assert with_graphs._programs is not None and with_graphs._programs._programs
 
 
+def test_what_was_prepared_is_not_captured_in_a_step() -> None:
+    runner = make_runner("cuda")
+    assert runner.prepare(len(PARAMS)) > 0
+    for items in (decode_batch(runner), decode_batch(runner, 100)[:1], decode_batch(runner, 400)[2:4]):
+        assert not runner.step(items).captured
+
+
 def test_a_replayed_graph_answers_its_inputs_not_those_of_its_capture() -> None:
     runner, plain = make_runner("cuda"), make_runner("cuda", programs=False)
     generator = torch.Generator().manual_seed(1)

@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,17 @@ def test_a_stall_can_be_asked_of_the_next_step(bench: Bench) -> None:
     bench.tell({"op": "stall", "ns": 20_000_000})
     bench.turn(2)
     assert [step.get("fault") for step in bench.records("step")] == ["stall=20ms", None]
+
+
+def test_a_step_that_captured_a_program_says_so_and_teaches_the_cost_model_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = bench.runner.step
+    monkeypatch.setattr(bench.runner, "step", lambda batch: replace(step(batch), captured=bench.runner.steps == 2))
+    bench.new(max_tokens=4)
+    bench.turn(4)
+    assert [record.get("captured") for record in bench.records("step")] == [None, True, None, None]
+    assert bench.engine._cost.steps == 3
 
 
 def _samples(text: str) -> dict[str, float]:

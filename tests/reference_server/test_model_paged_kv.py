@@ -1,13 +1,14 @@
 """Attention over paged KV against plain attention, for any block tables; decode programs against ordinary steps."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from reference_server.attention import PagedKV, Span
 from reference_server.builtin import make_builtin
-from reference_server.decode_programs import shape_of
+from reference_server.decode_programs import shape_of, shapes
 from reference_server.loader import make_runner
 from reference_server.model_config import ModelConfig
 from reference_server.runner import Runner
@@ -213,9 +214,38 @@ def test_decode_programs_choose_the_tokens_of_ordinary_steps(kinds: tuple[int, .
 
 def test_a_program_serves_all_batches_up_to_its_size() -> None:
     batch = [StepItem(range(9), [1], position, True) for position in (15, 16, 40, 5, 6)]
-    assert shape_of(batch, 16) == (8, 4, False, False)  # position 40 lies in the third block
-    assert shape_of(batch[:3], 16) == (4, 4, False, False)
-    assert shape_of(batch[:1], 16) == (1, 1, False, False)
+    assert shape_of(batch, 16, widest=9) == (8, 4, False, False)  # position 40 lies in the third block
+    assert shape_of(batch[:3], 16, widest=9) == (4, 4, False, False)
+    assert shape_of(batch[:1], 16, widest=9) == (1, 1, False, False)
+    assert shape_of(batch, 16, widest=3) == (8, 3, False, False)  # the longest context has three
+
+
+def test_a_context_that_is_no_power_of_two_of_blocks_runs_to_its_end() -> None:
+    prompts = [list(range(2, 70)), [5, 6]]  # 68 + 11 tokens: the fifth block of five
+    model = builtin_runner().model
+    model.config = replace(model.config, max_context=80)
+    with_programs, plain = (Runner(model, 64, programs=programs) for programs in (True, False))
+    assert steps(with_programs, prompts, PARAMS[:2], 12) == steps(plain, prompts, PARAMS[:2], 12)
+
+
+def test_no_step_captures_a_program_after_the_preparation() -> None:
+    runner = builtin_runner(programs=True, kv_blocks=80)
+    decode = [StepItem(range(16 * i, 16 * i + 16), [1], 0, True, params) for i, params in enumerate(PARAMS)]
+    assert runner.step(decode[:1]).captured and not runner.step(decode[:1]).captured
+    # Rows 8, 4, 2, 1 and widths 16, 8, 4, 2, 1 in three kinds each.
+    assert runner.prepare(5) == 4 * 5 * 3
+    for position in (0, 17, 40, 100, 255):
+        for first in range(5):
+            for last in range(first + 1, 6):
+                batch = [item._replace(position0=position) for item in decode[first:last]]
+                assert not runner.step(batch).captured, (position, first, last)
+    assert builtin_runner().prepare(5) == 0
+
+
+def test_programs_that_would_be_larger_than_the_pool_are_left_to_their_first_use() -> None:
+    sizes = [(shape.rows, shape.width) for shape in shapes(most_rows=3, widest=5, kv_blocks=7)][::3]
+    # Up to 8 places: 4 rows of 5 or of 4 blocks, and 2 of 5, have more.
+    assert sizes == [(4, 2), (4, 1), (2, 4), (2, 2), (2, 1), (1, 5), (1, 4), (1, 2), (1, 1)]
 
 
 def test_an_answer_does_not_depend_on_who_else_is_in_the_batch() -> None:
