@@ -29,6 +29,7 @@ from reference_server.policies import (
     View,
 )
 from reference_server.prefill_budget import Static
+from reference_server.ranking import Ranking
 from reference_server.request import ENDED, Request, State
 from reference_server.step_types import StepItem
 
@@ -146,6 +147,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # alive, by key
         self._running: list[Request] = []  # PREFILL, DECODE, PAUSED by rank
         self._newcomers: list[Request] = []  # since the last admission
+        self._due = Ranking()  # WAITING by deadline, where admission may refuse who waits; each is judged once at it
         self._parked: dict[str, Request] = {}  # PREEMPTED, and its reader is behind: it would pause at once
         self._ranks = 0
         self._transitions: list[Transition] = []
@@ -163,6 +165,8 @@ class Scheduler:
             return refusal
         self._requests[request.key] = request
         self._newcomers.append(request)
+        if request.deadline_ns is not None and self.policies.admission.late_refusals:
+            self._due.set(request.key, (request.deadline_ns,))
         self._move(request, State.WAITING, "arrived")
         return None
 
@@ -230,6 +234,7 @@ class Scheduler:
     def plan(self, now_ns: int) -> StepPlan:
         plan = StepPlan()
         self._follow_readers(now_ns)
+        self._refuse_overdue(now_ns)
         self._find_room_for_decodes(plan, now_ns)
         if not plan.preempted:  # what was just taken back is not given away at once
             self._admit(plan, now_ns)
@@ -264,6 +269,12 @@ class Scheduler:
             elif patience_ns is not None and now_ns - max(request.paused_ns, request.taken_ns) >= patience_ns:
                 self._end(request.key, State.CANCELLED, "slow_reader")
 
+    def _refuse_overdue(self, now_ns: int) -> None:
+        """Wherever they stand, and whether there is room or not: who waits behind the head is told as soon as it is."""
+        while (key := self._due.first()) is not None and self._due.rank(key)[0] < now_ns:
+            self._due.discard(key)
+            self._judged(self._requests[key], now_ns)
+
     def _find_room_for_decodes(self, plan: StepPlan, now_ns: int) -> None:
         size = self.pool.block_tokens
         for request in [r for r in self._running if r.computed >= len(r.blocks) * size]:
@@ -289,27 +300,31 @@ class Scheduler:
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
         active = self._active()
         while (request := self._order.peek(now_ns)) is not None:
+            # Judging may cost as much as a small step: who could not start anyway is not judged.
             lack = "no_slot" if active >= self.limits.slots else self._lacks_kv(request)
-            # Judging may cost as much as a small step: who could not start anyway is judged when it is overdue.
-            if lack and not _overdue(request, now_ns):
+            if lack:
                 self._note_waiting(lack)
                 return
-            judgement = self._judge_next(request, now_ns)
-            if judgement.verdict == "refuse":
-                self._decide(request, judgement)
-                request.retry_after_s = judgement.retry_after_s
-                self._end(request.key, State.REJECTED, judgement.reason)
+            judgement = self._judged(request, now_ns)
+            if judgement is None:
                 continue
-            if lack or judgement.verdict == "queue":
-                self._note_waiting(lack or judgement.reason)
+            if judgement.verdict == "queue":
+                self._note_waiting(judgement.reason)
                 return
             self._start(request, judgement, plan, now_ns)
             active += 1
 
-    def _judge_next(self, request: Request, now_ns: int) -> Judgement:
+    def _judged(self, request: Request, now_ns: int) -> Judgement | None:
+        """What admission says of it now; None when that was a refusal, and the request has ended."""
         if request.state is State.PREEMPTED:
             return Judgement("admit", "again")  # it was let in before
-        return self.policies.admission.judge(request, self._view(()), now_ns)
+        judgement = self.policies.admission.judge(request, self._view(()), now_ns)
+        if judgement.verdict != "refuse":
+            return judgement
+        self._decide(request, judgement)
+        request.retry_after_s = judgement.retry_after_s
+        self._end(request.key, State.REJECTED, judgement.reason)
+        return None
 
     def _lacks_kv(self, request: Request) -> str:
         """Beside what is promised, a block for each runner that may outgrow its promise: else it would be preempted
@@ -329,6 +344,7 @@ class Scheduler:
         plan.reused += max(0, min(request.reused, len(request.prompt)) - request.charged)
         request.charged = max(request.charged, request.reused)
         if not again:
+            self._due.discard(request.key)
             self._ranks += 1
             request.rank = self._ranks
             request.started_ns = now_ns
@@ -415,10 +431,13 @@ class Scheduler:
     def count_by_state(self) -> Counter[State]:
         return Counter(request.state for request in self._requests.values() if request.state is not None)
 
-    def oldest_waiting(self) -> Request | None:
-        """Who has waited longest for its first step."""
-        new = (request for request in self._order if request.state is State.WAITING)
-        return min(new, key=lambda request: request.queued_ns, default=None)
+    def waiting_since(self) -> dict[str, int]:
+        """Class → arrival of the request of that class that has waited longest for its first step."""
+        since: dict[str, int] = {}
+        for request in self._order:
+            if request.state is State.WAITING:
+                since[request.request_class] = min(since.get(request.request_class, request.queued_ns), request.queued_ns)
+        return since
 
     def paused_blocks(self) -> int:
         """KV blocks that wait for readers; shared ones are counted once."""
@@ -444,6 +463,7 @@ class Scheduler:
         request = self._requests.pop(key, None)
         if request is None:
             return None
+        self._due.discard(key)
         if request.state in (State.WAITING, State.PREEMPTED):
             if self._parked.pop(key, None) is None:
                 self._order.remove(request)
@@ -460,6 +480,8 @@ class Scheduler:
         """Every invariant between the parts; tests call it after each step."""
         self.pool.check_integrity()
         self._order.check_integrity()
+        self._due.check_integrity()
+        assert all(self._requests[key].state is State.WAITING for key in self._due)
         waiting, running, parked = list(self._order), self._running, list(self._parked.values())
         everybody = [*waiting, *running, *parked]
         assert len(everybody) == len(set(everybody)), "a request is listed twice"
@@ -488,10 +510,6 @@ class Scheduler:
         window = self.limits.max_undelivered
         if window is not None and request.streaming:
             assert request.undelivered <= window, f"request {request.key}: {request.undelivered} undelivered"
-
-
-def _overdue(request: Request, now_ns: int) -> bool:
-    return request.deadline_ns is not None and request.deadline_ns <= now_ns and request.state is State.WAITING
 
 
 def refusal_of(reason: str, retry_after_s: int) -> Refusal:

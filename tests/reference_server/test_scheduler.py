@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_server.cost_model import StepShape
+from reference_server.admission import DeadlineAdmission
+from reference_server.cost_model import CostModel, OnlineFit, StepShape
 from reference_server.kv_blocks import BlockPool
 from reference_server.ledger import Ledger
 from reference_server.orders import Fcfs
-from reference_server.policies import Optimistic
+from reference_server.policies import Full, Optimistic
 from reference_server.prefill_budget import Static
+from reference_server.remaining import Curve, Lengths, LengthTable
 from reference_server.request import ENDED, TRANSITIONS, Request, State
 from reference_server.scheduler import Emitted, Limits, Policies, Scheduler, StepPlan
 from reference_server.step_types import StepResult
@@ -175,6 +177,23 @@ def test_nobody_overtakes_a_request_that_waits_for_kv() -> None:
     assert verdicts == [("big", "admit", "fits"), ("next", "queue", "no_kv"), ("small", "queue", "no_kv")]
     world.run_out()
     assert world.ended.index("big") == 0
+
+
+def test_who_waits_behind_a_head_without_room_is_refused_at_the_boundary_after_its_deadline() -> None:
+    too_short = Lengths(LengthTable(pooled=Curve([4], [0.0])))  # by it what runs ends in time for all
+    admission = DeadlineAdmission(OnlineFit(CostModel(1, 0, 0, 0)), too_short, Full(), Static(None))
+    world = World(slots=4, blocks=8, policies=Policies(admission=admission))
+    world.submit("runs", prompt=4, max_tokens=24)  # 7 blocks of 8
+    world.step()
+    world.submit("head", prompt=4, max_tokens=12)  # 4 blocks, and no deadline
+    due = Request("due", [1], 1, arrived_ns=1, ttft_limit_ns=9)
+    assert world.scheduler.submit(due, world.now_ns) is None
+    while world.now_ns < 10:
+        world.step()
+    assert due.state is State.WAITING
+    world.step()
+    assert (due.state, due.finish_reason) == (State.REJECTED, "deadline_passed")
+    assert world.scheduler.count_by_state() == {State.DECODE: 1, State.WAITING: 1}
 
 
 def test_resident_reserved_and_free_are_three_numbers() -> None:

@@ -314,6 +314,10 @@ class World(Observer):
         if not plan.items:
             self.scheduler.check_integrity()
         self._check_plan(plan, now_ns)
+        if self.history.admission == "deadline":
+            for request in self.scheduler.alive():
+                late = request.state is State.WAITING and (request.deadline_ns or now_ns) < now_ns
+                assert not late, f"{request.key} waits though its deadline has passed"
         self.preempting_boundaries += bool(plan.preempted)
         assert not (plan.preempted and self.started), "what was just taken back is given away at once"
         self.started = 0
