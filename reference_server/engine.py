@@ -134,12 +134,18 @@ class Engine:
         self._link.send({"op": "refused", "key": key, **refusal._asdict()})
 
     def _abort(self, key: str, reason: str) -> None:
-        """The request and its KV are gone when this returns. One that has ended already leaves no record here."""
+        """The request and its KV are gone when this returns. One that has ended already leaves no record here.
+
+        KV that is free is a claim about the pool, so the pool is asked: who still holds some gets no stamp.
+        """
         seen_ns = self._clock.monotonic_ns()
+        pool = self.scheduler.pool
+        held = key in pool.holders()
         if self.scheduler.cancel(key, reason) is None:
             return
+        freed_ns = self._clock.monotonic_ns() if held and key not in pool.holders() else None
         self._settle(seen_ns)
-        self._ledger.cleaned_up(key, seen_ns, self._clock.monotonic_ns())
+        self._ledger.cleaned_up(key, seen_ns, freed_ns)
 
     # --- one iteration
 

@@ -170,9 +170,11 @@ class Ledger:
         if after in ENDED:
             self._predicted_ns.pop(request.key, None)
 
-    def cleaned_up(self, key: str, seen_ns: int, freed_ns: int) -> None:
-        """An abort reached the scheduler at `seen_ns`; the last KV of the request was free at `freed_ns`."""
-        self.metrics.observe("sloscope_engine_cancel_cleanup_seconds", freed_ns - seen_ns)
+    def cleaned_up(self, key: str, seen_ns: int, freed_ns: int | None) -> None:
+        """An abort reached the scheduler at `seen_ns`; the last KV of the request was free at `freed_ns`, None when it
+        held none, or holds it still."""
+        if freed_ns is not None:
+            self.metrics.observe("sloscope_engine_cancel_cleanup_seconds", freed_ns - seen_ns)
         self.append("late", request_id=key, attempt=0, observer="engine", abort_seen_ns=seen_ns, kv_freed_ns=freed_ns)
 
     # --- steps

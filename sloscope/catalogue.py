@@ -111,7 +111,7 @@ _ENGINE = [
     _engine("step_seconds", "histogram", "Duration of every iteration, planning included.", (), WORK_EDGES),
     _engine("ttft_seconds", "histogram", "From the first request byte at the server to the first token computed.", (), TTFT_EDGES),
     _engine("token_interval_seconds", "histogram", "Between consecutive tokens of a sequence as computed.", (), GAP_EDGES),
-    _engine("cancel_cleanup_seconds", "histogram", "From the abort seen by the scheduler to the last KV block free.", (), WORK_EDGES),
+    _engine("cancel_cleanup_seconds", "histogram", "From the abort seen by the scheduler to the last KV block free, of requests that held KV.", (), WORK_EDGES),
     _engine("requests", "gauge", "Requests by scheduler state.", ("state",)),
     _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its admission into the batch; 0 when none waits."),
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),

@@ -135,7 +135,11 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("outcome", "str", "refined outcome", accepted=tuple(OUTCOMES)),
         Field("reason", "str", "refined reason"),
         Field("abort_seen_ns", "int", "engine: the abort reached the scheduler"),
-        Field("kv_freed_ns", "int", "engine: the last KV of the request was free"),
+        Field(
+            "kv_freed_ns",
+            "int",
+            "engine: the last KV of the request was free; absent: it held none when the abort came",
+        ),
         Field("socket_closed_ns", "int", "the observer saw the consumer's socket close"),
     ),
     "state": (

@@ -1,6 +1,6 @@
 -- question: How long after a cancel does the engine stop, and is every KV block given back?
 -- grain: one row per stretch: socket to abort, abort to KV free, socket to KV free
--- inputs: cohort
+-- inputs: cohort, states
 -- outputs:
 --   stretch     varchar  -
 --   cancelled   bigint   requests  of the cohort whose end was cancelled, or that the engine saw leave or abort
@@ -10,21 +10,27 @@
 --   p99_s       double   seconds
 --   max_s       double   seconds
 --   negative    bigint   requests  in which the later stamp is the earlier one
---   unfinished  bigint   requests  of those, with the first stamp and never the second
+--   unfinished  bigint   requests  cancelled with the first stamp and never the second, though they held KV: a leak
 -- rules: Three stamps of the engine's clock, so the declared observer may be on another host. Socket: the server saw
 --   the consumer's socket close; a cancel without that (it came by another way, or the server does not stamp it) has no
---   stretch from it. Abort: the abort reached the scheduler. KV free: the last block of the request was free. An abort
---   that no KV block ever followed (cancelled while waiting) has no KV stamp and counts as unfinished unless the engine
---   stamped it. Requests that no engine observed are left out. Quantiles are these requests' own order statistics. The
+--   stretch from it. Abort: the abort reached the scheduler. KV free: the last block of the request was free. By
+--   its states a request that was cancelled in WAITING or PREEMPTED held none: it has no stretch to KV free. Requests that no engine observed are left out. Quantiles are these requests' own order statistics. The
 --   rows are there without cancels too, with n = 0.
 with
+
+held_none as (
+    select distinct request_id
+    from states
+    where to_state = 'CANCELLED' and from_state in ('WAITING', 'PREEMPTED')
+),
 
 cancelled as (
     select
         request_id,
         engine_socket_closed_ns,
         engine_abort_seen_ns,
-        engine_kv_freed_ns
+        engine_kv_freed_ns,
+        request_id in (select held_none.request_id from held_none) as is_without_kv
     from cohort
     where
         engine_observed
@@ -41,7 +47,11 @@ from_to as (
         stretches.position,
         stretches.stretch,
         cancelled.request_id,
-        case when stretches.position = 2 then cancelled.engine_abort_seen_ns else cancelled.engine_socket_closed_ns end as from_ns,
+        case
+            when stretches.position > 1 and cancelled.is_without_kv then null
+            when stretches.position = 2 then cancelled.engine_abort_seen_ns
+            else cancelled.engine_socket_closed_ns
+        end as from_ns,
         case when stretches.position = 1 then cancelled.engine_abort_seen_ns else cancelled.engine_kv_freed_ns end
             as to_ns
     from stretches
