@@ -300,6 +300,13 @@ DECISIONS: tuple[Column, ...] = (
     Column("feasible", "BOOLEAN", "the plan meets the deadline; NULL: it was not asked"),
     Column("resource_safe", "BOOLEAN", "the KV that it will create has room beside that of admitted work"),
     Column("policy", "VARCHAR", "the admission policy that decided"),
+    *_columns(
+        "BIGINT",
+        ("predicted_start_steps", "whole steps until it has a slot and KV, 0: at once"),
+        ("predicted_steps", "whole steps until the one with its first token has ended; NULL: not predicted"),
+        ("predicted_prefill_tokens", "prompt tokens run in these steps, its own and others'"),
+        ("predicted_decode_tokens", "tokens decoded beside them in these steps"),
+    ),
     _PLACE,
 )
 

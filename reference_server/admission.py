@@ -138,7 +138,7 @@ class DeadlineAdmission:
 
     def _by_room(self, plan: Forecast, is_behind: bool, safe: bool) -> Judgement:
         lack = "behind" if is_behind else plan.lack or ("" if safe else "kv_unsafe")
-        return Judgement("queue" if lack else "admit", lack or "fits", resource_safe=safe)
+        return Judgement("queue" if lack else "admit", lack or "fits", resource_safe=safe, plan=plan)
 
     def _by_time(self, request: Request, judgement: Judgement, said: _Said, idle: bool) -> Judgement:
         predicted_ns = said.at_ns + said.wait_ns

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from reference_server.cost_model import FitError, StepShape
+from reference_server.forecast import Forecast
 from reference_server.model_config import ModelConfig
 from reference_server.orders import ServiceUnit
 from reference_server.request import ENDED, State
@@ -150,6 +151,7 @@ class Ledger:
                 policy=self._scheduler.policies.admission.name,
             )
         return transitions
+                **_planned(judgement.plan),
 
     def _count(self, transition: Transition, at_ns: int) -> None:
         metrics = self.metrics
@@ -303,3 +305,15 @@ class Ledger:
         for name, value, before in zip(names, now, self._journal_counted, strict=True):
             self.metrics.inc(f"sloscope_journal_{name}", value - before, ("engine",))
         self._journal_counted = now
+
+
+def _planned(plan: Forecast | None) -> dict[str, int]:
+    """The fields of a decision that say what its prediction is made of."""
+    if plan is None:
+        return {}
+    return {
+        "predicted_start_steps": plan.starts_after,
+        "predicted_steps": plan.steps,
+        "predicted_prefill_tokens": plan.work.prefill_tokens,
+        "predicted_decode_tokens": plan.work.decode_tokens,
+    }

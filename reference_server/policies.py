@@ -11,6 +11,7 @@ from reference_server.kv_blocks import BlockPool
 from reference_server.request import Request
 
 if TYPE_CHECKING:
+    from reference_server.forecast import Forecast
     from reference_server.scheduler import Limits, StepPlan
 
 
@@ -21,7 +22,8 @@ class Judgement(NamedTuple):
     """What admission says of one request, and on what ground.
 
     `feasible` is about time: the plan meets the deadline. `resource_safe` is about room: the KV that the request will
-    create fits beside what running work will create. None where the policy does not predict.
+    create fits beside what running work will create. `plan`: the steps and the work up to its first token. None where
+    the policy does not predict.
     """
 
     verdict: str  # admit, queue, refuse
@@ -31,6 +33,7 @@ class Judgement(NamedTuple):
     feasible: bool | None = None
     resource_safe: bool | None = None
     retry_after_s: int = 1
+    plan: "Forecast | None" = None
 
 
 class View(NamedTuple):

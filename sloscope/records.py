@@ -228,6 +228,12 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("feasible", "bool", "the plan meets the deadline; absent: it was not asked"),
         Field("resource_safe", "bool", "the KV that it will create has room beside that of admitted work"),
         Field("policy", "str", "the admission policy that decided"),
+        Field("predicted_start_steps", "int", "whole steps until it has a slot and KV, 0: at once"),
+        Field(
+            "predicted_steps", "int", "whole steps until the one with its first token has ended; absent: not predicted"
+        ),
+        Field("predicted_prefill_tokens", "int", "prompt tokens run in these steps, its own and others'"),
+        Field("predicted_decode_tokens", "int", "tokens decoded beside them in these steps"),
     ),
 }
 LIMIT_FIELDS = ("ttft_ns", "ttft_visible_ns", "itl_max_ns", "tpot_ns", "e2e_ns", "min_tokens")

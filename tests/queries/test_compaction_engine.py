@@ -50,8 +50,11 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
         engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, preempted_ids=[new_id(2)]))
         engine.write(records.make("state", request_id=new_id(1), at_ns=6, from_state="DECODE", to_state="PREEMPTED"))
         said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4, "feasible": False}
+        planned = {"predicted_start_steps": 1, "predicted_steps": 2, "predicted_prefill_tokens": 30}
         engine.write(
-            records.make("decision", request_id=new_id(1), at_ns=5, resource_safe=True, policy="deadline", **said)
+            records.make(
+                "decision", request_id=new_id(1), at_ns=5, resource_safe=True, policy="deadline", **said | planned
+            )
         )
         compact(tmp_path)
     columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, device_ns"
@@ -69,7 +72,7 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
     assert engine.path.name == f"{engine_id}-0.jsonl"
     state = (new_id(1), engine_id, "c", 6, "DECODE", "PREEMPTED", None)
     assert one(tmp_path, "* exclude (place)", "states") == state
-    decision = (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4, False, True, "deadline")
+    decision = (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4, False, True, "deadline", 1, 2, 30, None)
     assert one(tmp_path, "* exclude (place)", "decisions") == decision
     assert select(tmp_path, "select * from {requests}") == [], "nobody recorded a begin"
 

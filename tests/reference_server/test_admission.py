@@ -57,7 +57,11 @@ def test_a_request_that_fits_in_time_is_let_in_with_its_prediction() -> None:
     pool = BlockPool(100)
     judged = deadline_admission().judge(asked(20, ttft_ms=60), view(pool, [decode(pool, "d", 10, 5)]), 7 * MS)
     # 20 tokens are 2 steps of 10 ms, 20 ms of prompt and 2 ms of the decode: at 7 + 42, and 60 was the deadline
-    assert judged == Judgement("admit", "fits", 49 * MS, 11 * MS, feasible=True, resource_safe=True)
+    # It starts at once and has its token after the second step; in the two run its 20 tokens and 2 of the decode.
+    assert judged.plan is not None
+    assert (judged.plan.starts_after, judged.plan.steps, *judged.plan.work[:2]) == (0, 2, 20, 2)
+    expected = Judgement("admit", "fits", 49 * MS, 11 * MS, feasible=True, resource_safe=True)
+    assert judged == expected._replace(plan=judged.plan)
 
 
 def test_a_request_that_would_be_late_is_refused_at_once_and_told_when_to_come_back() -> None:
@@ -138,7 +142,7 @@ def test_time_and_room_are_two_verdicts() -> None:
 
 def test_without_a_cost_model_nothing_is_predicted_and_nobody_refused() -> None:
     judged = deadline_admission(prior=None).judge(asked(2000, ttft_ms=1), view(BlockPool(1000)), NS_PER_S)
-    assert judged == Judgement("admit", "fits", resource_safe=True)
+    assert judged == Judgement("admit", "fits", resource_safe=True, plan=judged.plan)
 
 
 def test_an_empty_engine_lets_one_in_each_second_that_should_be_refused() -> None:

@@ -513,6 +513,18 @@ def test_an_engine_says_once_what_it_is_and_what_was_measured(bench: Bench) -> N
     ceilings = {"ceiling_flops_per_s": 5e10, "ceiling_kv_bytes_per_s": 2e9}
     bench.ledger.introduce(Identity("m", "float32", "cpu", 1, {"order": "fcfs"}, ceilings, None), 1, "host:x:y")
     (record,) = bench.records("engine")
+def test_a_decision_says_how_much_work_its_prediction_counts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=1, policies=assemble(PolicyChoice(admission="deadline")).policies)
+    first, second = bench.new(max_tokens=5), bench.new(prompt=7)
+    bench.turn()
+    decisions = {d["request_id"]: d for d in bench.records("decision")}
+    names = ("predicted_start_steps", "predicted_steps", "predicted_prefill_tokens", "predicted_decode_tokens")
+    assert [decisions[first][name] for name in names] == [0, 1, 3, 0]
+    # There is no slot for it, so it was not judged.
+    assert second in decisions and names[0] not in decisions[second]
+    bench.close()
+
+
     assert record["ceiling_flops_per_s"] == 5e10 and record["policies"] == {"order": "fcfs"}
     assert "service_gap_bound" not in record
     assert (record["kv_blocks"], record["block_tokens"], record["max_batch"]) == (64, 4, 2)
