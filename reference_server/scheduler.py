@@ -7,7 +7,7 @@ as `Transition`s and `Decision`s until taken, for the journal.
 What may be exchanged stands in `policies`: the order of the queue, admission, how much KV is promised, how long a
 prefill chunk may be. What may not is kept here: legal states, slots, KV that balances, one end for every request, and
 progress. Requests are ranked by their first admission; the pool takes KV back from the last of them, so the first
-always gets on.
+always gets on. A request gives way to higher lanes once; preempted before, it holds its rank against them, too.
 """
 
 from collections import Counter
@@ -279,8 +279,7 @@ class Scheduler:
         size = self.pool.block_tokens
         for request in [r for r in self._running if r.computed >= len(r.blocks) * size]:
             while request.state is State.DECODE and not self.pool.extend(request.key, request.computed + 1):
-                # Who pauses uses its KV least; then who came last.
-                victim = max(self._running, key=lambda r: (r.state is State.PAUSED, r.rank))
+                victim = max(self._running, key=_gives_way)
                 self._preempt(victim, now_ns)
                 plan.preempted.append(victim)
 
@@ -513,3 +512,8 @@ def refusal_of(reason: str, retry_after_s: int) -> Refusal:
     """What the consumer is told of a refusal by admission, at once or later."""
     text = f"admission refused ({reason}); accepted: again in {retry_after_s} s"
     return Refusal(reason, text, retry=True, retry_after_s=retry_after_s)
+def _gives_way(request: Request) -> tuple[bool, int, int]:
+    """Whose KV is taken back first: who pauses uses its KV least; then the lower lane, then who came last."""
+    return request.state is State.PAUSED, 0 if request.preemptions else request.lane, request.rank
+
+

@@ -65,7 +65,9 @@ class World:
         tokens: list[int] | None = None,
         streaming: bool = False,
     ) -> Request:
-        request = Request(key, tokens or list(range(10, 10 + prompt)), max_tokens, stop_after, streaming=streaming)
+        prompt_tokens = tokens or list(range(10, 10 + prompt))
+        request = Request(key, prompt_tokens, max_tokens, stop_after, streaming=streaming, lane=lane)
+        lane: int = 0,
         self.scheduler.submit(request, self.now_ns)
         self.settle()
         return request
@@ -405,6 +407,24 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
 
 
 def test_a_second_prompt_with_the_same_beginning_runs_only_the_rest() -> None:
+def test_a_lower_lane_gives_way_to_who_came_later_and_does_so_once() -> None:
+    # Each comes to hold 15 tokens, 4 blocks of 6.
+    world = optimistic(blocks=6)
+    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
+    world.step()
+    urgent = world.submit("urgent", prompt=4, max_tokens=12)
+    world.run_out()
+    assert (batch.preemptions, urgent.preemptions) == (1, 0)
+
+    world = optimistic(blocks=6)
+    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
+    batch.preemptions = 1  # once before
+    world.step()
+    urgent = world.submit("urgent", prompt=4, max_tokens=12)
+    world.run_out()
+    assert (batch.preemptions, urgent.preemptions) == (1, 1)
+
+
     world = World(prefix_reuse=True)
     world.submit("a", tokens=[5] * 8 + [6], max_tokens=2)
     world.step()

@@ -323,10 +323,15 @@ class World(Observer):
         self.started = 0
         for request in plan.preempted:
             self.preemptions[request.key] += 1
-            # Who pauses uses its KV least; else the last to come gives way, so that the first always gets on.
+            # Who pauses uses its KV least. Else a lower lane gives way, if it never did, and then the last to come: who was
+            # preempted, or is in the first lane, loses its KV only to who came before it, so that the first gets on.
             if self.paths[request.key][-2] is not State.PAUSED:
                 others = self.scheduler.running()
-                assert all(other.rank < request.rank and other.state is not State.PAUSED for other in others)
+                assert all(other.state is not State.PAUSED for other in others)
+                own = request.lane if self.preemptions[request.key] == 1 else 0
+                for other in others:
+                    lane = 0 if self.preemptions[other.key] else other.lane
+                    assert lane < own or (lane == own and other.rank < request.rank), "the wrong one is preempted"
         for request, fresh in zip(plan.requests, plan.fresh, strict=True):
             self.fresh[request.key] += fresh
 
