@@ -78,7 +78,6 @@ class DeadlineAdmission:
     reasons: Reasons = (
         ("admit", "fits"),
         ("queue", "arrived"),
-        ("queue", "behind"),
         ("queue", "kv_unsafe"),
         ("refuse", "deadline"),
         ("refuse", "deadline_passed"),

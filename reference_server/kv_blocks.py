@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from reference_server.request import InvariantError
+
 BLOCK_TOKENS = 32  # positions of a block; docs/decisions/011 says why
 _DIGEST_BYTES = 16
 
@@ -86,11 +88,14 @@ class BlockPool:
     def open(self, key: str, tokens: Sequence[int], promised_tokens: int) -> tuple[list[int], int]:
         """Promises room; ask `lacking` first. The block table, which grows with `extend`, and the tokens that it holds
         already because their KV is reused: whole blocks, and never all of `tokens`, whose last must be run."""
-        assert key not in self._holdings, f"{key} holds blocks already"
-        assert promised_tokens > len(tokens), f"{key}: a promise of {promised_tokens} tokens for {len(tokens)}"
+        if key in self._holdings:
+            raise InvariantError(f"{key} holds blocks already")
+        if promised_tokens <= len(tokens):
+            raise InvariantError(f"{key}: a promise of {promised_tokens} tokens for {len(tokens)}")
         reused = self._match(tokens)
         need = self.blocks_for(promised_tokens)
-        assert self.lacking(tokens, promised_tokens) <= 0, f"{key}: {need} blocks of {self.free} free"
+        if self.lacking(tokens, promised_tokens) > 0:
+            raise InvariantError(f"{key}: {need} blocks of {self.free} free")
         for block in reused:
             if not self._references[block]:
                 del self._cached[block]

@@ -21,6 +21,7 @@ PAUSE_ENDS = {State.DECODE: "resumed", State.PREEMPTED: "preempted"}
 ADMISSIONS = (
     ("queue", "no_slot"),
     ("queue", "no_kv"),
+    ("queue", "behind"),
     ("refuse", "context"),
     ("refuse", "kv_never_fits"),
     ("refuse", "queue_full"),
@@ -149,9 +150,9 @@ class Ledger:
                 feasible=judgement.feasible,
                 resource_safe=judgement.resource_safe,
                 policy=self._scheduler.policies.admission.name,
+                **_planned(judgement.plan),
             )
         return transitions
-                **_planned(judgement.plan),
 
     def _count(self, transition: Transition, at_ns: int) -> None:
         metrics = self.metrics

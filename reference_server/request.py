@@ -38,6 +38,10 @@ TRANSITIONS: dict[State | None, frozenset[State]] = {
 }
 
 
+class InvariantError(AssertionError):
+    """Our bug, and one that would go on to corrupt states or KV: raised where asserts are switched off, too."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What the scheduler knows of a request. It holds tokens, never text.
@@ -104,5 +108,6 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
     def move(self, to: State) -> None:
-        assert to in TRANSITIONS[self.state], f"request {self.key}: {self.state} -> {to} is not legal"
+        if to not in TRANSITIONS[self.state]:
+            raise InvariantError(f"request {self.key}: {self.state} -> {to} is not legal")
         self.state = to

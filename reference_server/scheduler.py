@@ -30,7 +30,7 @@ from reference_server.policies import (
 )
 from reference_server.prefill_budget import Static
 from reference_server.ranking import Ranking
-from reference_server.request import ENDED, Request, State
+from reference_server.request import ENDED, InvariantError, Request, State
 from reference_server.step_types import StepItem
 
 MAX_WAITING = 1024
@@ -157,7 +157,8 @@ class Scheduler:
 
     def submit(self, request: Request, now_ns: int) -> Refusal | None:
         """Takes the request in, or says why not."""
-        assert request.key not in self._requests, f"request {request.key} is here already"
+        if request.key in self._requests:
+            raise InvariantError(f"request {request.key} is here already")
         request.queued_ns = now_ns
         refusal = self._never(request) or self._not_now(request, now_ns)
         if refusal is not None:
@@ -302,13 +303,13 @@ class Scheduler:
             # Judging may cost as much as a small step: who could not start anyway is not judged.
             lack = "no_slot" if active >= self.limits.slots else self._lacks_kv(request)
             if lack:
-                self._note_waiting(lack)
+                self._note_waiting(request, lack)
                 return
             judgement = self._judged(request, now_ns)
             if judgement is None:
                 continue
             if judgement.verdict == "queue":
-                self._note_waiting(judgement.reason)
+                self._note_waiting(request, judgement.reason)
                 return
             self._start(request, judgement, plan, now_ns)
             active += 1
@@ -353,12 +354,12 @@ class Scheduler:
         self._running.insert(at, request)
         self._move(request, State.PREFILL, "recompute" if again else "admitted")
 
-    def _note_waiting(self, reason: str) -> None:
-        """One decision for each who begins to wait; the first is judged, the others stand behind it."""
+    def _note_waiting(self, head: Request, reason: str) -> None:
+        """One decision for each who begins to wait: why the next in order does, and that the others are behind it."""
         for request in self._newcomers:
             if request.state is State.WAITING and not request.queue_noted:
                 request.queue_noted = True
-                self._decide(request, Judgement("queue", reason))
+                self._decide(request, Judgement("queue", reason if request is head else "behind"))
 
     def _fill_prefills(self, plan: StepPlan, now_ns: int) -> None:
         prefills = self._order.sort_prefills([r for r in self._running if r.state is State.PREFILL])
@@ -371,8 +372,8 @@ class Scheduler:
             if piece == 0:
                 break  # the budget is spent on others
             end = request.computed + piece
-            roomy = self.pool.extend(request.key, end)
-            assert roomy, f"request {request.key}: its prompt was promised room"
+            if not self.pool.extend(request.key, end):
+                raise InvariantError(f"request {request.key}: its prompt was promised room")
             fresh = max(0, min(end, len(request.prompt)) - max(request.charged, request.computed))
             request.charged = max(request.charged, end)
             plan.add(request, request.sequence()[request.computed : end], piece == rest, fresh)
@@ -508,12 +509,12 @@ class Scheduler:
             assert request.undelivered <= window, f"request {request.key}: {request.undelivered} undelivered"
 
 
-def refusal_of(reason: str, retry_after_s: int) -> Refusal:
-    """What the consumer is told of a refusal by admission, at once or later."""
-    text = f"admission refused ({reason}); accepted: again in {retry_after_s} s"
-    return Refusal(reason, text, retry=True, retry_after_s=retry_after_s)
 def _gives_way(request: Request) -> tuple[bool, int, int]:
     """Whose KV is taken back first: who pauses uses its KV least; then the lower lane, then who came last."""
     return request.state is State.PAUSED, 0 if request.preemptions else request.lane, request.rank
 
 
+def refusal_of(reason: str, retry_after_s: int) -> Refusal:
+    """What the consumer is told of a refusal by admission, at once or later."""
+    text = f"admission refused ({reason}); accepted: again in {retry_after_s} s"
+    return Refusal(reason, text, retry=True, retry_after_s=retry_after_s)

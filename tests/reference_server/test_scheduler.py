@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -13,7 +15,7 @@ from reference_server.orders import Fcfs
 from reference_server.policies import Full, Optimistic
 from reference_server.prefill_budget import Static
 from reference_server.remaining import Curve, Lengths, LengthTable
-from reference_server.request import ENDED, TRANSITIONS, Request, State
+from reference_server.request import ENDED, TRANSITIONS, InvariantError, Request, State
 from reference_server.scheduler import Emitted, Limits, Policies, Scheduler, StepPlan
 from reference_server.step_types import StepResult
 from sloscope import records
@@ -64,10 +66,10 @@ class World:
         stop_after: int | None = None,
         tokens: list[int] | None = None,
         streaming: bool = False,
+        lane: int = 0,
     ) -> Request:
         prompt_tokens = tokens or list(range(10, 10 + prompt))
         request = Request(key, prompt_tokens, max_tokens, stop_after, streaming=streaming, lane=lane)
-        lane: int = 0,
         self.scheduler.submit(request, self.now_ns)
         self.settle()
         return request
@@ -114,8 +116,27 @@ def test_only_the_transitions_of_the_table_are_possible() -> None:
             request.move(after)
             assert request.state is after
         else:
-            with pytest.raises(AssertionError, match="not legal"):
+            with pytest.raises(InvariantError, match="not legal"):
                 request.move(after)
+
+
+def test_illegal_moves_and_promises_that_cannot_be_kept_are_found_without_asserts() -> None:
+    script = """
+from reference_server.kv_blocks import BlockPool
+from reference_server.request import InvariantError, Request, State
+request, pool = Request("r", [1], 1), BlockPool(2, 4)
+pool.open("held", [1], 4)
+for attempt in (
+    lambda: request.move(State.DECODE), lambda: pool.open("held", [1], 2), lambda: pool.open("long", [1], 9),
+    lambda: pool.open("none", [1, 2], 2),
+):
+    try:
+        attempt()
+    except InvariantError:
+        print(request.state, pool.free)
+"""
+    done = subprocess.run([sys.executable, "-O", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["None 1"] * 4
 
 
 def test_a_request_passes_waiting_prefill_decode_and_finishes_with_its_last_token() -> None:
@@ -176,7 +197,7 @@ def test_nobody_overtakes_a_request_that_waits_for_kv() -> None:
     world.step()
     assert world.scheduler.count_by_state() == {State.DECODE: 1, State.WAITING: 2}
     verdicts = [(d.request.key, *d.judgement[:2]) for d in world.scheduler.take_decisions()]
-    assert verdicts == [("big", "admit", "fits"), ("next", "queue", "no_kv"), ("small", "queue", "no_kv")]
+    assert verdicts == [("big", "admit", "fits"), ("next", "queue", "no_kv"), ("small", "queue", "behind")]
     world.run_out()
     assert world.ended.index("big") == 0
 
@@ -386,6 +407,24 @@ def test_a_preempted_request_goes_before_who_came_after_it() -> None:
     assert admitted == ["a", "b", "b", "c"]
 
 
+def test_a_lower_lane_gives_way_to_who_came_later_and_does_so_once() -> None:
+    # Each comes to hold 15 tokens, 4 blocks of 6.
+    world = optimistic(blocks=6)
+    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
+    world.step()
+    urgent = world.submit("urgent", prompt=4, max_tokens=12)
+    world.run_out()
+    assert (batch.preemptions, urgent.preemptions) == (1, 0)
+
+    world = optimistic(blocks=6)
+    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
+    batch.preemptions = 1  # once before
+    world.step()
+    urgent = world.submit("urgent", prompt=4, max_tokens=12)
+    world.run_out()
+    assert (batch.preemptions, urgent.preemptions) == (1, 1)
+
+
 def test_what_is_computed_again_is_not_charged_again() -> None:
     served: list[tuple[str, int, int]] = []
 
@@ -407,24 +446,6 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
 
 
 def test_a_second_prompt_with_the_same_beginning_runs_only_the_rest() -> None:
-def test_a_lower_lane_gives_way_to_who_came_later_and_does_so_once() -> None:
-    # Each comes to hold 15 tokens, 4 blocks of 6.
-    world = optimistic(blocks=6)
-    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
-    world.step()
-    urgent = world.submit("urgent", prompt=4, max_tokens=12)
-    world.run_out()
-    assert (batch.preemptions, urgent.preemptions) == (1, 0)
-
-    world = optimistic(blocks=6)
-    batch = world.submit("batch", prompt=4, max_tokens=12, lane=1)
-    batch.preemptions = 1  # once before
-    world.step()
-    urgent = world.submit("urgent", prompt=4, max_tokens=12)
-    world.run_out()
-    assert (batch.preemptions, urgent.preemptions) == (1, 1)
-
-
     world = World(prefix_reuse=True)
     world.submit("a", tokens=[5] * 8 + [6], max_tokens=2)
     world.step()

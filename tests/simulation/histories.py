@@ -323,8 +323,8 @@ class World(Observer):
         self.started = 0
         for request in plan.preempted:
             self.preemptions[request.key] += 1
-            # Who pauses uses its KV least. Else a lower lane gives way, if it never did, and then the last to come: who was
-            # preempted, or is in the first lane, loses its KV only to who came before it, so that the first gets on.
+            # Who pauses uses its KV least. Else a lower lane gives way, if it never did, and then the last to come: who
+            # was preempted, or is in the first lane, loses its KV only to who came before it, so the first gets on.
             if self.paths[request.key][-2] is not State.PAUSED:
                 others = self.scheduler.running()
                 assert all(other.state is not State.PAUSED for other in others)
