@@ -91,10 +91,11 @@ def states() -> Any:
 def oldest_waiting() -> Any:
     return style.lines(
         "Oldest waiting request",
-        "Age of the request that has waited longest for its admission. Above the TTFT limit it has missed already.",
+        "Age of the request of each class that has waited longest for its admission: a class that starves climbs while "
+        "others do not. Above the TTFT limit it has missed already.",
         "s",
         [
-            style.query(promql.highest(promql.engine("oldest_waiting_seconds")), "oldest"),
+            style.query(promql.highest(promql.engine("oldest_waiting_seconds"), ("class",)), "oldest {{class}}"),
             style.query(promql.limit("ttft"), "limit {{class}}"),
         ],
         no_value=_NO_ENGINE,

@@ -212,25 +212,28 @@ def _recorder_alerts(contract: Contract, runbooks: str) -> Iterator[Alert]:
         "{{ $value | humanize }} restarts in 15 minutes; streams that were open then were cut.",
         runbook("SloscopeDataPlaneRestarted", runbooks),
     )
-    if (limit_ns := _longest_first_output_ns(contract)) is not None:
-        limit = catalogue.format_edge(limit_ns / 1e9)
+    promised = {name: _first_output_ns(row) for name, row in contract.classes.items()}
+    if longest_ns := max(promised.values()):
+        limit = catalogue.format_edge(longest_ns / 1e9)
         waiting = promql.row("sloscope_engine_oldest_waiting_seconds")
+        for name in (name for name, limit_ns in promised.items() if not limit_ns):
+            waiting = waiting.where("class", name, "!=")
         yield Alert(
             "SloscopeEngineOldestWaiting",
             (Condition(waiting.selector(), ">", limit),),
             "1m",
             "ticket",
-            "A request waits {{ $value | humanizeDuration }} for its admission at {{ $labels.instance }}",
+            f"A request of class {_CLASS} waits {{{{ $value | humanizeDuration }}}} for its admission at "
+            "{{ $labels.instance }}",
             f"The longest promise for a first output is {limit} s, so it has been missed in the queue already.",
             runbook("SloscopeEngineOldestWaiting", runbooks),
         )
 
 
-def _longest_first_output_ns(contract: Contract) -> int | None:
-    """The engine does not know classes, so the most patient promise counts; a class without one promises nothing."""
-    promised = [row.limits.declared() for row in contract.classes.values()]
-    waits = [max(limits.get("ttft", 0), limits.get("ttft_visible", 0)) or limits.get("e2e", 0) for limits in promised]
-    return max(waits) or None
+def _first_output_ns(row: RequestClass) -> int:
+    """0: the class promises none, and may wait."""
+    limits = row.limits.declared()
+    return max(limits.get("ttft", 0), limits.get("ttft_visible", 0)) or limits.get("e2e", 0)
 
 
 def runbook(alert: str, runbooks: str = RUNBOOKS) -> str:

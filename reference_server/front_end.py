@@ -148,6 +148,8 @@ class FrontEnd:
         self.metrics.init("sloscope_tenant_overflow_total", ("engine",))
         for outcome in records.OUTCOMES:
             self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
+        for name in self.contract.classes:
+            self.metrics.init("sloscope_engine_oldest_waiting_seconds", (name,))
 
     # --- the engine process
 

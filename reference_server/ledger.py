@@ -61,6 +61,7 @@ class Ledger:
         self._paused_ns: dict[str, int] = {}
         self._journal_counted = (0, 0, 0)
         self._preempted: list[str] = []  # since the last step
+        self._waited: set[str] = set()  # classes that somebody waited in, as labels
         self._init_metrics()
 
     def _init_metrics(self) -> None:
@@ -282,9 +283,13 @@ class Ledger:
         counts = scheduler.count_by_state()
         for state in LIVE_STATES:
             metrics.set("sloscope_engine_requests", counts[state], (state,))
-        oldest = scheduler.oldest_waiting()
-        age_ns = now_ns - oldest.queued_ns if oldest is not None else 0
-        metrics.set("sloscope_engine_oldest_waiting_seconds", age_ns / 1e9)
+        ages_ns = dict.fromkeys(self._waited, 0)
+        for name, since_ns in scheduler.waiting_since().items():
+            label = metrics.bounded("class", name)
+            ages_ns[label] = max(ages_ns.get(label, 0), now_ns - since_ns)
+        for label, age_ns in ages_ns.items():
+            metrics.set("sloscope_engine_oldest_waiting_seconds", age_ns / 1e9, (label,))
+        self._waited.update(ages_ns)
         pool = scheduler.pool
         for kind, blocks in (("resident", pool.resident), ("reserved", pool.reserved), ("free", pool.free)):
             metrics.set("sloscope_engine_kv_blocks", blocks, (kind,))

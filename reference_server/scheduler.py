@@ -431,10 +431,15 @@ class Scheduler:
     def count_by_state(self) -> Counter[State]:
         return Counter(request.state for request in self._requests.values() if request.state is not None)
 
-    def oldest_waiting(self) -> Request | None:
-        """Who has waited longest for its first step."""
-        new = (request for request in self._order if request.state is State.WAITING)
-        return min(new, key=lambda request: request.queued_ns, default=None)
+    def waiting_since(self) -> dict[str, int]:
+        """Class → arrival of the request of that class that has waited longest for its first step."""
+        since: dict[str, int] = {}
+        for request in self._order:
+            if request.state is State.WAITING:
+                since[request.request_class] = min(
+                    since.get(request.request_class, request.queued_ns), request.queued_ns
+                )
+        return since
 
     def paused_blocks(self) -> int:
         """KV blocks that wait for readers; shared ones are counted once."""

@@ -113,7 +113,7 @@ _ENGINE = [
     _engine("token_interval_seconds", "histogram", "Between consecutive tokens of a sequence as computed.", (), GAP_EDGES),
     _engine("cancel_cleanup_seconds", "histogram", "From the abort seen by the scheduler to the last KV block free, of requests that held KV.", (), WORK_EDGES),
     _engine("requests", "gauge", "Requests by scheduler state.", ("state",)),
-    _engine("oldest_waiting_seconds", "gauge", "Age of the request that has waited longest for its admission into the batch; 0 when none waits."),
+    _engine("oldest_waiting_seconds", "gauge", "Age of the request of the class that has waited longest for its admission into the batch; 0 when none waits.", ("class",)),
     _engine("kv_blocks", "gauge", "KV blocks that hold tokens, are promised to admitted work, or neither.", ("kind",)),
     _engine("kv_blocks_cached", "gauge", "KV blocks that nobody holds, promised or not, with a prefix to reuse."),
     _engine("kv_blocks_paused", "gauge", "The part of the resident KV blocks that paused requests hold."),

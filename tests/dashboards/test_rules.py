@@ -160,10 +160,10 @@ def test_every_declared_limit_is_counted_at_an_edge_of_its_histogram() -> None:
         assert f'le="{catalogue.format_edge(edge_ns / 1e9)}"' in rule.expr
 
 
-def test_a_wait_is_judged_by_the_most_patient_promise() -> None:
-    two = '[classes.a]\nttft = "300ms"\n[classes.b]\nttft = "2s"\n'
-    waiting = alerts(parse(f'version = 1\ndefault_class = "a"\n{two}'))[-1]
-    assert str(waiting.conditions[0]) == "sloscope_engine_oldest_waiting_seconds > 2.0"
+def test_a_wait_is_judged_by_the_most_patient_promise_except_in_a_class_that_promises_none() -> None:
+    three = '[classes.a]\nttft = "300ms"\n[classes.b]\nttft = "2s"\n[classes.c]\nitl_max = "30ms"\n'
+    waiting = alerts(parse(f'version = 1\ndefault_class = "a"\n{three}'))[-1]
+    assert str(waiting.conditions[0]) == 'sloscope_engine_oldest_waiting_seconds{class!="c"} > 2.0'
 
 
 def test_a_contract_without_a_promise_about_waiting_has_no_alert_about_it() -> None:

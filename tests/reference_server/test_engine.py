@@ -292,6 +292,22 @@ def test_the_metrics_count_what_was_done(bench: Bench) -> None:
     assert m['sloscope_engine_service_units_total{tenant=""}'] == 9
 
 
+def test_the_oldest_waiting_request_is_shown_for_each_class(bench: Bench) -> None:
+    keys = [bench.new(request_class=name, max_tokens=9) for name in ("runs", "runs", "batch", "editor", "batch")]
+    bench.turn()
+    bench.tell({"op": "drain"})
+    bench.turn()
+    name = "sloscope_engine_oldest_waiting_seconds"
+    during = {k: n for k, n in _samples(bench.metrics.render().decode()).items() if k.startswith(name)}
+    assert set(during) == {f'{name}{{class="batch"}}', f'{name}{{class="editor"}}'}
+    assert during[f'{name}{{class="batch"}}'] > during[f'{name}{{class="editor"}}'] > 0  # the first of them came before
+    bench.tell({"op": "abort", "key": keys[3], "reason": "disconnect"})
+    bench.tell({"op": "drain"})
+    bench.turn()
+    after = _samples(bench.metrics.render().decode())
+    assert after[f'{name}{{class="editor"}}'] == 0 < after[f'{name}{{class="batch"}}']
+
+
 def test_gauges_return_to_the_baseline_when_everything_is_aborted(bench: Bench) -> None:
     bench.tell({"op": "drain"})
     bench.turn()
@@ -303,14 +319,15 @@ def test_gauges_return_to_the_baseline_when_everything_is_aborted(bench: Bench) 
     during = _samples(bench.metrics.render().decode())
     assert during['sloscope_engine_requests{state="DECODE"}'] == 2
     assert during['sloscope_engine_requests{state="WAITING"}'] == 3
-    assert during["sloscope_engine_oldest_waiting_seconds"] > 0
+    assert during['sloscope_engine_oldest_waiting_seconds{class=""}'] > 0
     for key in keys:
         bench.tell({"op": "abort", "key": key, "reason": "disconnect"})
     bench.tell({"op": "drain"})
     bench.turn()
     after = _samples(bench.metrics.render().decode())
-    gauges = [name for name in before if "kv_blocks" in name or "engine_requests{" in name or "oldest" in name]
-    assert len(gauges) == 3 + 2 + 5 + 1
+    gauges = [name for name in before if "kv_blocks" in name or "engine_requests{" in name]
+    assert len(gauges) == 3 + 2 + 5
+    assert after['sloscope_engine_oldest_waiting_seconds{class=""}'] == 0
     assert {name: after[name] for name in gauges} == {name: before[name] for name in gauges}
     assert after["sloscope_engine_cancel_cleanup_seconds_count"] == 2, "of those that held KV"
 
