@@ -21,7 +21,6 @@ import uvloop
 from fastapi import FastAPI, HTTPException, Request, Response
 from starlette.responses import JSONResponse
 
-from exporter import recorder
 from exporter.engine_metrics import EngineMetrics
 from exporter.link import DataPlaneLink
 from exporter.questions import OutOfTimeError, Questions, parse_time_ns, published
@@ -32,6 +31,7 @@ from sloscope.clock import Clock, SystemClock
 from sloscope.errors import ConfigError, QueryError, SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.recorder import encode
 
 _POLL_S = 1.0
 _OPEN_PATHS = frozenset({"/health"})
@@ -49,7 +49,7 @@ class ControlPlane:
         self.receipts = Receipts(
             self.contract,
             self.store,
-            lambda: JournalWriter(Path(settings.events), "client", clock, recorder.encode),
+            lambda: JournalWriter(Path(settings.events), "client", clock, encode),
             clock,
         )
         self.engines = EngineMetrics(settings, self.store, clock)

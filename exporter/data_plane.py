@@ -17,15 +17,14 @@ from typing import cast
 import orjson
 import uvloop
 
-from exporter import recorder as recorder_module
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
 from exporter.observation import PROBLEMS, Observation, Watch
-from exporter.recorder import Recorder
 from exporter.settings import Settings, parse_upstream, tls_context
 from exporter.upstream import Pool, Upstreams
 from sloscope.clock import Clock, SystemClock
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.recorder import Recorder, encode
 from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
@@ -43,9 +42,7 @@ class DataPlane:
         self.instance = f"{os.getpid()}-{clock.monotonic_ns()}"
         contract = settings.load_contract()
         self.store = MetricStore("sidecar", contract, settings.max_label_values)
-        self.recorder = Recorder(
-            lambda: JournalWriter(Path(settings.events), "sidecar", clock, recorder_module.encode), clock, loop
-        )
+        self.recorder = Recorder(lambda: JournalWriter(Path(settings.events), "sidecar", clock, encode), clock, loop)
         self.watch = Watch(settings, contract, self.store, self.recorder, clock)
         upstreams = [parse_upstream(url) for url in settings.upstreams]
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None

@@ -8,7 +8,6 @@ from typing import Any
 import orjson
 
 from exporter.families import Labels, ReceiptFamilies, known_event_tokens
-from exporter.recorder import Done, Recorder
 from exporter.seen_ids import SeenIds
 from exporter.settings import Settings
 from sloscope import records
@@ -17,6 +16,7 @@ from sloscope.contract import LIMIT_HEADERS, Contract, Resolved, resolve
 from sloscope.errors import ContractError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.recorder import Done, Recorder
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
 FLUSH_NS = 900_000_000  # the ticker looks 20 times a second, so a batch is at most a second old

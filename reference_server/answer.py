@@ -116,7 +116,7 @@ class Answer(Response):
             try:
                 asked = await intake.understand(await self._read_body(receive))
             finally:
-                self._record_begin(intake.known)
+                await self._record_begin(intake.known)
                 self._end.prompt_tokens = intake.known.get("prompt_tokens")
                 self._end.min_tokens = intake.min_tokens
             await self._run(asked)
@@ -298,11 +298,11 @@ class Answer(Response):
 
     # --- records
 
-    def _record_begin(self, known: Mapping[str, Any]) -> None:
+    async def _record_begin(self, known: Mapping[str, Any]) -> None:
         front, headers = self._front, self._asked_headers
         retry_of = headers.get("x-sloscope-retry-of", "")
         retries = headers.get("x-stainless-retry-count", "")
-        front.begin(
+        await front.begin(
             records.make(
                 "begin",
                 request_id=self.request_id,
@@ -359,5 +359,3 @@ class Answer(Response):
             bytes=end.bytes,
             loop_lag_max_ns=live.loop_lag_max_ns,
         )
-        if front.journal is not None:
-            front.journal.flush()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import orjson
 import typer
 import uvloop
 
@@ -25,6 +24,7 @@ from sloscope.contract import Contract
 from sloscope.errors import ConfigError
 from sloscope.journal import JournalWriter
 from sloscope.output import message
+from sloscope.recorder import encode
 from sloscope.units import NS_PER_S, format_ns, parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -198,7 +198,8 @@ def serve(
     # Listening starts when the engine is ready; the address is taken before anything else is started.
     sock = _bind(listen, send_buffer)
     clock = SystemClock()
-    journal = JournalWriter(events, "engine", clock, orjson.dumps) if events is not None else None
+    # Opened here, so that a directory that cannot be used is said before anything starts; written to by a thread.
+    journal = JournalWriter(events, "engine", clock, encode) if events is not None else None
     config = EngineConfig(
         model=model,
         slots=max_batch,
@@ -219,7 +220,7 @@ def serve(
     front_end = FrontEnd(
         clock,
         promised,
-        journal,
+        (lambda: journal) if journal is not None else None,
         slow_reader_ns=slow_reader_ns,
         default_max_tokens=default_max_tokens,
         allow_faults=allow_faults,
@@ -228,6 +229,7 @@ def serve(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(_run(front_end, config, sock, drain_ns / NS_PER_S))
     finally:
+        front_end.close_journal()
         if journal is not None:
             journal.close()
     raise typer.Exit(code)

@@ -19,6 +19,7 @@ from sloscope.contract import Contract, Limits, RequestClass
 from sloscope.errors import ModelFileError
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.recorder import Recorder
 
 # Without a contract nothing is promised, and no class is unknown.
 NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
@@ -124,7 +125,7 @@ class FrontEnd:
         self,
         clock: Clock,
         contract: Contract | None = None,
-        journal: JournalWriter | None = None,
+        open_journal: Callable[[], JournalWriter] | None = None,
         *,
         slow_reader_ns: int | None = None,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
@@ -134,7 +135,8 @@ class FrontEnd:
         self.contract = contract or NO_PROMISES
         self.contract_hash = contract.hash if contract is not None else None
         self.has_contract = contract is not None
-        self.journal = journal
+        self._open_journal = open_journal
+        self.journal: Recorder | None = None  # from `connect` to `close_journal`
         self.metrics = MetricStore("server", contract)
         self.slow_reader_ns = slow_reader_ns
         self.default_max_tokens = default_max_tokens
@@ -144,7 +146,6 @@ class FrontEnd:
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._scrapes: list[asyncio.Event] = []
         self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
-        self._oldest_ns = 0  # when the oldest record came that is not written yet
         self.metrics.init("sloscope_tenant_overflow_total", ("engine",))
         for outcome in records.OUTCOMES:
             self.metrics.init("sloscope_engine_requests_ended_total", (outcome,))
@@ -156,6 +157,8 @@ class FrontEnd:
     async def connect(self, sock: socket.socket) -> None:
         """Waits for the engine's first word. Its `failed` is raised by the caller, from `engine.failure`."""
         loop = asyncio.get_running_loop()
+        if self._open_journal is not None:
+            self.journal = Recorder(self._open_journal, self.clock, loop)
         sock.setblocking(False)
         _, self.engine = await loop.create_unix_connection(lambda: EngineConnection(self._on_message), sock=sock)
 
@@ -308,11 +311,14 @@ class FrontEnd:
 
     # --- journal and metrics
 
-    def begin(self, record: records.Record) -> None:
-        """One write before the request goes on. A record that cannot be written is counted, and the request goes on."""
+    async def begin(self, record: records.Record) -> None:
+        """One write before the request goes on, or 5 ms: a slow disk holds up no stream. A record that cannot be
+        written is counted, and the request goes on."""
         self.metrics.inc("sloscope_engine_requests_offered_total")
         if self.journal is not None:
-            self.journal.write(record)
+            on_disk = asyncio.Event()
+            self.journal.begin(record, on_disk.set)
+            await on_disk.wait()
 
     def refuse(self, request_id: str, reason: str) -> None:
         """A decision of admission that is made before the engine hears of the request. Counted as the engine's are."""
@@ -332,20 +338,20 @@ class FrontEnd:
             self._append(record)
 
     def _append(self, record: records.Record) -> None:
-        if self.journal is None:
-            return
-        if not self.journal.buffered:
-            self._oldest_ns = self.clock.monotonic_ns()
-        self.journal.append(record)
+        if self.journal is not None:
+            self.journal.put(record)
+
+    def close_journal(self) -> None:
+        """What is waiting is written; nothing may come after."""
+        if self.journal is not None:
+            self.journal.close()
 
     async def tend_journal(self) -> None:
-        """Nothing stays unwritten for more than about a second."""
+        """No emission stays unwritten for more than about a second."""
         while True:
             await asyncio.sleep(FLUSH_EVERY_S)
             for live in list(self.live.values()):
                 self.flush_emissions(live)
-            if self.journal is not None:
-                self.journal.flush()
 
     async def probe_loop(self) -> None:
         """How late this loop runs what is due, for every request that was alive then."""
@@ -378,12 +384,16 @@ class FrontEnd:
         undelivered = sum(live.undelivered for live in self.live.values())
         self.metrics.set("sloscope_engine_undelivered_tokens", undelivered)
         if self.journal is not None:
-            written = {"records": self.journal.written, "dropped": self.journal.lost, "bytes": self.journal.bytes}
+            written = {
+                "records": self.journal.written,
+                "dropped": self.journal.lost,
+                "bytes": self.journal.bytes_written,
+            }
             for what, count in written.items():  # the engine process adds those of its own journal
                 self.metrics.set(f"sloscope_journal_{what}_total", count, ("engine",))
+            self.metrics.set("sloscope_journal_late_begins_total", self.journal.late_begins)
             # The engine process writes at every boundary; what waits, waits here.
-            lag_ns = self.clock.monotonic_ns() - self._oldest_ns if self.journal.buffered else 0
-            self.metrics.set("sloscope_journal_lag_seconds", lag_ns / 1e9, ("engine",))
+            self.metrics.set("sloscope_journal_lag_seconds", self.journal.lag_ns / 1e9, ("engine",))
         # One turn of the loop holds all that is said; to make text of it takes many times longer.
         return await asyncio.get_running_loop().run_in_executor(None, self.metrics.snapshot().render)
 

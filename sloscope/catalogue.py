@@ -173,7 +173,7 @@ _RECORDER = [
     Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_bytes_total", "counter", "Journal bytes written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_lag_seconds", "gauge", "Age of the oldest record waiting to be written.", ("observer",), (), "recorder", _BOTH),
-    Metric(f"{PREFIX}journal_late_begins_total", "counter", "Requests forwarded before their begin record was on disk, after 5 ms.", (), (), "recorder"),
+    Metric(f"{PREFIX}journal_late_begins_total", "counter", "Requests that went on before their begin record was on disk, after 5 ms.", (), (), "recorder", _BOTH),
     Metric(f"{PREFIX}snapshot_failures_total", "counter", "Scrapes that got the latest snapshot because the data plane did not answer in time.", (), (), "recorder"),
     Metric(f"{PREFIX}sql_failures_total", "counter", "Refreshes of the sloscope_sql_ results that failed.", (), (), "sql"),
     Metric(f"{PREFIX}recovered_requests_total", "counter", "Requests closed as unfinished after their recorder died.", (), (), "recorder"),

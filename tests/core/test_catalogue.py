@@ -74,6 +74,7 @@ def test_the_state_of_a_journal_is_exposed_by_every_process_that_writes_one() ->
         metric.name for metric in catalogue.exposed_by("sidecar")
     }
     assert shared == {
-        *(f"sloscope_journal_{name}" for name in ("records_total", "dropped_total", "bytes_total", "lag_seconds")),
+        *(f"sloscope_journal_{name}_total" for name in ("records", "dropped", "bytes", "late_begins")),
+        "sloscope_journal_lag_seconds",
         "sloscope_tenant_overflow_total",
     }

@@ -17,7 +17,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exporter.observation import Observation, Watch
-from exporter.recorder import Recorder, encode
 from queries.compaction import compact
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.clock import FakeClock
@@ -25,6 +24,7 @@ from sloscope.contract import from_shorthand
 from sloscope.definitions import StreamEnd, classify_end, normalise_finish, summarise
 from sloscope.exposition import MetricStore
 from sloscope.journal import JournalWriter
+from sloscope.recorder import Recorder, encode
 from sloscope.records import OUTPUT_TYPES
 from tests.exporter.harness import settings_for
 from tests.queries.journal_factory import MS, new_id

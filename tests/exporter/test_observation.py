@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 import pytest
 
-from exporter import observation, recorder
+from exporter import observation
+from sloscope import recorder
 from sloscope.ids import new_request_id
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.exporter.harness import (

@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import orjson
 import uvloop
 
 from reference_server.app import make_app, make_server
 from reference_server.front_end import FrontEnd
 from reference_server.link import FrameBuffer, Message, encode
 from reference_server.tokenizer import byte_alphabet
+from sloscope import recorder
 from sloscope.clock import SystemClock
 from sloscope.contract import Contract
 from sloscope.journal import JournalWriter
@@ -62,8 +62,8 @@ class FrontRig:
             runner.run(self._serve(theirs, listener, contract, slow_reader_ns))
 
     async def _serve(self, theirs: socket.socket, listener: socket.socket, contract: Any, slow_reader_ns: Any) -> None:
-        journal = JournalWriter(self.events, "engine", SystemClock(), orjson.dumps)
-        front = FrontEnd(SystemClock(), contract, journal, slow_reader_ns=slow_reader_ns)
+        self.journal_writer = JournalWriter(self.events, "engine", SystemClock(), recorder.encode)
+        front = FrontEnd(SystemClock(), contract, lambda: self.journal_writer, slow_reader_ns=slow_reader_ns)
         await front.connect(theirs)
         front.on_ready(await front.engine.ready)
         server = make_server(make_app(front), 64)
@@ -77,7 +77,7 @@ class FrontRig:
         await serving
         probe.cancel()
         front.engine.close()
-        journal.close()
+        front.close_journal()
 
     def stop(self) -> None:
         self._over.set()
@@ -132,11 +132,12 @@ class FrontRig:
         return self._clients[-1]
 
     def undelivered(self) -> int:
+        return self.metric("sloscope_engine_undelivered_tokens")
+
+    def metric(self, name: str) -> int:
         client = self.client()
         client.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        (line,) = [
-            line for line in client.rest().splitlines() if line.startswith(b"sloscope_engine_undelivered_tokens ")
-        ]
+        (line,) = [line for line in client.rest().splitlines() if line.startswith(name.encode() + b" ")]
         return int(float(line.split()[1]))
 
     def journal(self, kind: str) -> list[Record]:

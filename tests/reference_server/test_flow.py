@@ -1,5 +1,6 @@
 """Flow control and cancellation at the front end: what the engine hears, what the consumer gets, what is recorded."""
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,27 @@ def fill(rig: FrontRig, key: str) -> None:
     # When the front end has seen all, what was not told as delivered is what the gauge shows.
     while rig.taken.get(key, 0) + rig.undelivered() < FILL:
         rig.hear("delivered")
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_stream_and_a_new_request_by_five_milliseconds(rig: FrontRig) -> None:
+    client, key = begun(rig)
+    disk, flush = threading.Event(), rig.journal_writer.flush
+
+    def stuck() -> bool:
+        disk.wait(20)
+        return flush()
+
+    rig.journal_writer.flush = stuck  # type: ignore[method-assign]
+    late = rig.ask()
+    late_key = rig.hear("new")["key"]
+    rig.give(key, text="!")
+    client.read(until=b'"text":"!"')
+    assert rig.records("begin", late_key) == []
+    assert rig.metric("sloscope_journal_late_begins_total") == 1
+    disk.set()
+    late.leave("close")
+    assert rig.end_of(late_key)["outcome"] == "cancelled"
+    assert len(rig.records("begin", late_key)) == 1, "late, and not lost"
 
 
 # --- credits

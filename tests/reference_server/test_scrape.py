@@ -37,7 +37,7 @@ async def scrapes_under_load() -> tuple[list[Counter[str]], int]:
         turns = 0
         while not over:
             for outcome in records.OUTCOMES:
-                front.begin({})
+                await front.begin({})
                 front.ended(outcome)
             turns += 1
             await asyncio.sleep(0)
