@@ -29,6 +29,7 @@ from sloscope.ids import new_request_id
 from sloscope.journal import JournalWriter
 
 WARM_UP_TURNS = 3
+CHOSEN = 100  # a plain byte, and no model's end token
 
 
 class Turn(NamedTuple):
@@ -47,11 +48,11 @@ class Turn(NamedTuple):
 
 
 class InstantRunner:
-    """Chooses token 2 for everyone, at once: what remains of a turn is the loop."""
+    """Chooses the same token for everyone, at once: what remains of a turn is the loop."""
 
     def step(self, batch: Sequence[StepItem]) -> StepResult:
         now_ns = time.monotonic_ns()
-        return StepResult([2 if item.sample else None for item in batch], now_ns, now_ns)
+        return StepResult([CHOSEN if item.sample else None for item in batch], now_ns, now_ns)
 
 
 class _TimedRunner:
@@ -100,11 +101,13 @@ def measure_turns(
             reader.ask(context, max_tokens)
         decodes = 0
         while decodes < turns + WARM_UP_TURNS:
+            timed.tokens = 0
             cpu_ns, wall_ns = time.thread_time_ns(), time.perf_counter_ns()
             engine.turn()
             wall_ns = time.perf_counter_ns() - wall_ns
             turn = Turn(wall_ns, timed.took[0], time.thread_time_ns() - cpu_ns, timed.took[1])
             reader.take()
+            assert timed.tokens, "the requests ended before the turns"
             if timed.tokens == batch:  # not a prefill
                 decodes += 1
                 if decodes > WARM_UP_TURNS:
