@@ -307,6 +307,14 @@ DECISIONS: tuple[Column, ...] = (
         ("predicted_prefill_tokens", "prompt tokens run in these steps, its own and others'"),
         ("predicted_decode_tokens", "tokens decoded beside them in these steps"),
     ),
+    Column(
+        "length_source", "VARCHAR", "cohort, pooled or cap: what its own length was read from; NULL: no length table"
+    ),
+    Column(
+        "length_unresolved",
+        "DOUBLE",
+        "share of such answers of which the table knows no end, counted as running to max_tokens",
+    ),
     _PLACE,
 )
 

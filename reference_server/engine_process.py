@@ -78,7 +78,10 @@ def serve(link: EngineLink, config: EngineConfig) -> None:
     limits = Limits(config.slots, context, config.max_waiting, config.max_undelivered or None, config.slow_reader_ns)
     pool = BlockPool(blocks, config.block_tokens, config.prefix_reuse)
     scheduler = Scheduler(limits, pool, model.eos_ids, parts.policies)
-    ledger = Ledger(scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit)
+    lengths = parts.lengths.lengths if parts.lengths is not None else None
+    ledger = Ledger(
+        scheduler, MetricStore("server"), journal, model, DTYPES[config.dtype].itemsize, parts.unit, lengths
+    )
     engine = Engine(runner, scheduler, link, ledger, journal, clock, parts.cost, parts.lengths, config.policies.lanes)
     began_ns = clock.monotonic_ns()
     if programs := runner.prepare(config.slots):

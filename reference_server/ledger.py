@@ -7,7 +7,8 @@ from reference_server.cost_model import FitError, StepShape
 from reference_server.forecast import Forecast
 from reference_server.model_config import ModelConfig
 from reference_server.orders import ServiceUnit
-from reference_server.request import ENDED, State
+from reference_server.remaining import Lengths
+from reference_server.request import ENDED, Request, State
 from reference_server.scheduler import Emitted, Scheduler, StepPlan, Transition
 from reference_server.step_types import StepResult
 from reference_server.work import step_work
@@ -50,13 +51,16 @@ class Ledger:
         config: ModelConfig,
         dtype_bytes: int = 4,
         unit: ServiceUnit | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
+        """`lengths` None: policies have no length table, and take answers to be as long as they may."""
         self._scheduler = scheduler
         self.metrics = metrics
         self._journal = journal
         self._config = config
         self._dtype_bytes = dtype_bytes
         self._unit = unit or ServiceUnit()
+        self._lengths = lengths
         self._predicted_ns: dict[str, int] = {}  # first tokens that admission predicted, by request
         self._paused_ns: dict[str, int] = {}
         self._journal_counted = (0, 0, 0)
@@ -152,8 +156,16 @@ class Ledger:
                 resource_safe=judgement.resource_safe,
                 policy=self._scheduler.policies.admission.name,
                 **_planned(judgement.plan),
+                **self._assumed(request),
             )
         return transitions
+
+    def _assumed(self, request: Request) -> dict[str, Any]:
+        """How much of what policies take for the request's length is not known from earlier answers."""
+        if self._lengths is None:
+            return {}
+        left = self._lengths.of(request)
+        return {"length_source": left.source, "length_unresolved": left.unresolved}
 
     def _count(self, transition: Transition, at_ns: int) -> None:
         metrics = self.metrics

@@ -29,7 +29,7 @@ class Curve:
     `known_below`: of an answer with fewer tokens than this the curve knows how it went on.
     """
 
-    __slots__ = ("_area", "_lengths", "_minus_survival", "_survival", "known_below", "largest")
+    __slots__ = ("_lengths", "_minus_survival", "_survival", "known_below", "largest")
 
     def __init__(self, lengths: Sequence[int], survival: Sequence[float]) -> None:
         assert lengths and len(lengths) == len(survival)
@@ -39,18 +39,10 @@ class Curve:
         self._minus_survival = [-share for share in survival]
         # With late entries a small risk set may take the curve to 0 for good, before its end.
         self.known_below = next((t for t, share in zip(lengths, survival, strict=True) if not share), lengths[-1])
-        # The area under the curve from 0 to each length, so that any stretch of it is one subtraction.
-        self._area = [float(lengths[0])]
-        for i in range(1, len(lengths)):
-            self._area.append(self._area[-1] + survival[i - 1] * (lengths[i] - lengths[i - 1]))
 
     def share_beyond(self, tokens: int) -> float:
         at = bisect_right(self._lengths, tokens) - 1
         return self._survival[at] if at >= 0 else 1.0
-
-    def area(self, tokens: int) -> float:
-        at = bisect_right(self._lengths, tokens) - 1
-        return self._area[at] + self._survival[at] * (tokens - self._lengths[at]) if at >= 0 else float(tokens)
 
     def quantile(self, level: float, generated: int, cap: int) -> int:
         """The fewest tokens m beyond `generated` for which the chance of more than m is 1 - level or below; where the
@@ -67,8 +59,8 @@ class Remaining:
     """What is known of the tokens that are still to come, given that `generated` came and `cap` is the most in all.
 
     Beyond `horizon` = min(cap, largest length seen) nothing is known: the share `unresolved` of such answers gets
-    there, and is counted as running to the cap, in `mean` and in every quantile. So neither is ever too short for want
-    of data, and `unresolved` says how much of it is an assumption. Without a curve all of it is.
+    there, and is counted as running to the cap in every quantile. So none is ever too short for want of data, and
+    `unresolved` says how much of it is an assumption. Without a curve all of it is.
     """
 
     generated: int
@@ -86,26 +78,6 @@ class Remaining:
             return 1.0
         return self.curve.share_beyond(self.horizon) / self.curve.share_beyond(self.generated)
 
-    @property
-    def restricted_mean(self) -> float:
-        """Tokens: the mean of min(what comes, horizon - generated)."""
-        if self.curve is None:
-            return 0.0
-        area = self.curve.area(self.horizon) - self.curve.area(self.generated)
-        return area / self.curve.share_beyond(self.generated)
-
-    @property
-    def mean(self) -> float:
-        return self.restricted_mean + self.unresolved * (self.cap - self.horizon)
-
-    @property
-    def p50(self) -> int:
-        return self.quantile(0.5)
-
-    @property
-    def p90(self) -> int:
-        return self.quantile(0.9)
-
     def quantile(self, level: float) -> int:
         """The fewest tokens m for which the chance of more than m is 1 - level or below."""
         if self.curve is None:
@@ -119,10 +91,6 @@ class LengthTable:
     def __init__(self, curves: Mapping[str, Curve] | None = None, pooled: Curve | None = None) -> None:
         self._curves = dict(curves or {})
         self._pooled = pooled
-
-    @property
-    def cohorts(self) -> frozenset[str]:
-        return frozenset(self._curves)
 
     @classmethod
     def parse(cls, text: str, field: str = "lengths") -> "LengthTable":

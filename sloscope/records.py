@@ -234,6 +234,17 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         ),
         Field("predicted_prefill_tokens", "int", "prompt tokens run in these steps, its own and others'"),
         Field("predicted_decode_tokens", "int", "tokens decoded beside them in these steps"),
+        Field(
+            "length_source",
+            "str",
+            "what its own length was read from; absent: the engine has no length table",
+            accepted=("cohort", "pooled", "cap"),
+        ),
+        Field(
+            "length_unresolved",
+            "float",
+            "share of such answers of which the table knows no end, counted as running to max_tokens",
+        ),
     ),
 }
 LIMIT_FIELDS = ("ttft_ns", "ttft_visible_ns", "itl_max_ns", "tpot_ns", "e2e_ns", "min_tokens")

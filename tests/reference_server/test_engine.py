@@ -18,6 +18,7 @@ from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, FrameBuffer, LinkClosedError, Message, encode
 from reference_server.policies import Judgement, Optimistic, View
 from reference_server.prefill_budget import Static
+from reference_server.remaining import Lengths, LengthTable
 from reference_server.request import Request, State
 from reference_server.scheduler import Limits, Policies, Scheduler
 from sloscope import records
@@ -511,6 +512,18 @@ def test_where_admission_may_refuse_late_nobody_is_told_that_he_is_accepted(tmp_
     bench.close()
 
 
+def test_a_decision_says_how_much_work_its_prediction_counts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=1, policies=assemble(PolicyChoice(admission="deadline")).policies)
+    first, second = bench.new(max_tokens=5), bench.new(prompt=7)
+    bench.turn()
+    decisions = {d["request_id"]: d for d in bench.records("decision")}
+    names = ("predicted_start_steps", "predicted_steps", "predicted_prefill_tokens", "predicted_decode_tokens")
+    assert [decisions[first][name] for name in names] == [0, 1, 3, 0]
+    # There is no slot for it, so it was not judged.
+    assert second in decisions and names[0] not in decisions[second]
+    bench.close()
+
+
 def test_every_verdict_that_admission_may_give_is_counted_from_the_start(tmp_path: Path) -> None:
     bench = Bench(tmp_path, policies=assemble(PolicyChoice(admission="deadline")).policies)
     m = _samples(bench.metrics.render().decode())
@@ -526,22 +539,26 @@ def test_every_verdict_that_admission_may_give_is_counted_from_the_start(tmp_pat
     bench.close()
 
 
+def test_a_decision_says_how_much_of_the_length_is_assumed(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, slots=1)
+    bench.new(request_class="chat", max_tokens=9)
+    bench.turn()
+    # One of two such answers ended at 4 tokens; the other was cut off there, and may have gone on to the 9.
+    rows = [{"cohort": "chat", "tokens": 4, "at_risk": 2, "events": 1, "censored": 1, "survival": 0.5}]
+    bench.ledger._lengths = Lengths(LengthTable.parse(json.dumps(rows)))
+    bench.new(request_class="chat", max_tokens=9)
+    bench.new(request_class="poem", max_tokens=3)
+    bench.turn()
+    said = [(d.get("length_source"), d.get("length_unresolved")) for d in bench.records("decision")]
+    # Of all answers of 3 tokens at most the table knows that they are longer.
+    assert said == [(None, None), ("cohort", 0.5), ("pooled", 1.0)]
+    bench.close()
+
+
 def test_an_engine_says_once_what_it_is_and_what_was_measured(bench: Bench) -> None:
     ceilings = {"ceiling_flops_per_s": 5e10, "ceiling_kv_bytes_per_s": 2e9}
     bench.ledger.introduce(Identity("m", "float32", "cpu", 1, {"order": "fcfs"}, ceilings, None), 1, "host:x:y")
     (record,) = bench.records("engine")
-def test_a_decision_says_how_much_work_its_prediction_counts(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, slots=1, policies=assemble(PolicyChoice(admission="deadline")).policies)
-    first, second = bench.new(max_tokens=5), bench.new(prompt=7)
-    bench.turn()
-    decisions = {d["request_id"]: d for d in bench.records("decision")}
-    names = ("predicted_start_steps", "predicted_steps", "predicted_prefill_tokens", "predicted_decode_tokens")
-    assert [decisions[first][name] for name in names] == [0, 1, 3, 0]
-    # There is no slot for it, so it was not judged.
-    assert second in decisions and names[0] not in decisions[second]
-    bench.close()
-
-
     assert record["ceiling_flops_per_s"] == 5e10 and record["policies"] == {"order": "fcfs"}
     assert "service_gap_bound" not in record
     assert (record["kv_blocks"], record["block_tokens"], record["max_batch"]) == (64, 4, 2)

@@ -34,31 +34,23 @@ def table(*rows: dict[str, Any]) -> LengthTable:
     return LengthTable.parse(json.dumps(list(rows)))
 
 
-def test_the_mean_is_the_area_under_what_is_left_of_the_curve() -> None:
-    chat = table(*WORKED)
-    # 10 · 1 + 10 · 3/4 + 20 · 1/2
-    assert chat.remaining("chat", 0, 1000).mean == pytest.approx(27.5)
-    # from 15: (5 · 3/4 + 20 · 1/2) / (3/4)
-    after_15 = chat.remaining("chat", 15, 1000)
-    assert after_15.mean == pytest.approx(13.75 / 0.75)
+def test_what_is_left_of_an_answer_is_the_curve_beyond_what_it_has() -> None:
+    after_15 = table(*WORKED).remaining("chat", 15, 1000)
     assert (after_15.unresolved, after_15.horizon, after_15.source) == (0.0, 40, "cohort")
     # from 15 half of those left is 3/8: the curve is at 1/2 at 20 and 0 at 40. A third of them ended by 20.
-    assert (after_15.p50, after_15.p90, after_15.quantile(0.3)) == (25, 25, 5)
+    assert (after_15.quantile(0.5), after_15.quantile(0.9), after_15.quantile(0.3)) == (25, 25, 5)
 
 
-def test_a_cap_within_the_curve_cuts_the_mean_and_every_quantile() -> None:
+def test_a_cap_within_the_curve_cuts_every_quantile() -> None:
     capped = table(*WORKED).remaining("chat", 0, 15)
-    assert capped.mean == pytest.approx(10 + 5 * 0.75)
-    assert (capped.horizon, capped.unresolved, capped.p50, capped.quantile(0.2)) == (15, 0.75, 15, 10)
+    assert (capped.horizon, capped.unresolved, capped.quantile(0.5), capped.quantile(0.2)) == (15, 0.75, 15, 10)
 
 
 def test_what_lies_beyond_the_curve_is_counted_at_the_cap() -> None:
     essay = table(*OPEN).remaining("essay", 40, 300)
-    # 60 more for all of them, and 200 more after that for the half that nobody saw end
-    assert essay.restricted_mean == pytest.approx(60)
-    assert essay.mean == pytest.approx(60 + 0.5 * 200)
+    # 60 more, and 200 more after that for the half that nobody saw end
     assert (essay.horizon, essay.unresolved) == (100, 0.5)
-    assert (essay.quantile(0.4), essay.p50, essay.p90) == (60, 60, 260)
+    assert [essay.quantile(level) for level in (0.4, 0.5, 0.9)] == [60, 60, 260]
 
 
 def test_a_cohort_without_a_curve_is_read_from_all_of_them_and_then_from_the_cap() -> None:
@@ -66,19 +58,21 @@ def test_a_cohort_without_a_curve_is_read_from_all_of_them_and_then_from_the_cap
     stranger = both.remaining("poem", 0, 50)
     assert stranger.source == "pooled"
     # t 10: 6 at risk, 1 ended, S = 5/6; t 20: 5 at risk, 1 ended, 1 cut, S = 2/3; t 40: 3 at risk, 1 ended, S = 4/9
-    assert stranger.mean == pytest.approx(10 + 10 * 5 / 6 + 20 * 2 / 3 + 10 * 4 / 9)
+    assert stranger.unresolved == pytest.approx(4 / 9)
+    assert [stranger.quantile(level) for level in (0.1, 0.3, 0.5, 0.6)] == [10, 20, 40, 50]
     # Nobody in chat was longer than 40, so of one at 60 only the essays know: 40 more, then half of it to the cap.
     beyond = both.remaining("chat", 60, 200)
-    assert (beyond.source, beyond.mean) == ("pooled", pytest.approx(40 + 0.5 * 100))
+    assert (beyond.source, beyond.unresolved, beyond.quantile(0.5), beyond.quantile(0.6)) == ("pooled", 0.5, 40, 140)
     nobody = both.remaining("chat", 100, 250)
-    assert (nobody.source, nobody.mean, nobody.p50, nobody.p90) == ("cap", 150, 150, 150)
-    assert (nobody.unresolved, nobody.horizon, nobody.restricted_mean) == (1, 100, 0)
-    assert LengthTable().remaining("chat", 0, 7).mean == 7
+    assert (nobody.source, nobody.quantile(0.1), nobody.quantile(0.9)) == ("cap", 150, 150)
+    assert (nobody.unresolved, nobody.horizon) == (1, 100)
+    assert LengthTable().remaining("chat", 0, 7).quantile(0.5) == 7
 
 
 def test_a_cohort_named_all_is_the_pooled_one() -> None:
     rows = [row | {"cohort": "all"} for row in WORKED]
-    assert table(*rows, *OPEN).remaining("poem", 0, 1000).mean == pytest.approx(27.5)
+    poem = table(*rows, *OPEN).remaining("poem", 0, 1000)
+    assert (poem.source, poem.horizon, poem.unresolved) == ("pooled", 40, 0)
 
 
 def test_nothing_is_pooled_where_somebody_entered_late() -> None:
@@ -87,7 +81,8 @@ def test_nothing_is_pooled_where_somebody_entered_late() -> None:
         {"cohort": "chat", "tokens": 10, "at_risk": 2, "events": 1, "censored": 0, "survival": 0.5},
         {"cohort": "chat", "tokens": 30, "at_risk": 2, "events": 2, "censored": 0, "survival": 0.0},
     ]
-    assert table(*late).remaining("chat", 0, 40).mean == pytest.approx(10 + 20 * 0.5)
+    chat = table(*late).remaining("chat", 0, 40)
+    assert (chat.source, chat.quantile(0.5), chat.quantile(0.6)) == ("cohort", 10, 30)
     assert table(*late).remaining("poem", 0, 40).source == "cap"
 
 
@@ -135,9 +130,9 @@ def test_what_is_said_of_any_answer_stays_between_one_token_and_its_cap(
     known, pooled = (table(*rows).remaining(cohort, generated, generated + more) for cohort in "ab")
     quantiles = [known.quantile(level / 10) for level in range(1, 10)]
     assert quantiles == sorted(quantiles) and 1 <= quantiles[0] <= quantiles[-1] <= more
-    assert 1 - 1e-9 <= known.mean <= more + 1e-9 and 0 <= known.unresolved <= 1
+    assert 0 <= known.unresolved <= 1
     # One cohort alone is all there is.
-    assert pooled.mean == pytest.approx(known.mean) and pooled.p90 == known.p90
+    assert pooled.unresolved == pytest.approx(known.unresolved) and pooled.quantile(0.9) == quantiles[-1]
 
 
 def test_kv_is_promised_for_the_length_that_few_answers_exceed() -> None:
@@ -215,7 +210,6 @@ def test_the_numbers_are_those_of_the_query_on_the_same_recording(events: Path, 
                 assert left.source == ("cohort" if by == "class" else "pooled")
                 assert left.horizon == row["horizon_tokens"]
                 assert left.unresolved == pytest.approx(row["unresolved"], rel=1e-9)
-                assert left.restricted_mean == pytest.approx(row["restricted_mean_tokens"], rel=1e-9)
                 for level, name in ((0.25, "p25"), (0.5, "median"), (0.75, "p75"), (0.9, "p90")):
                     unknown = most - generated  # beyond the horizon SQL says nothing, and a plan needs a number
                     said = row[f"{name}_tokens"]
