@@ -9,7 +9,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from reference_server.cost_model import OnlineFit
-from reference_server.forecast import Forecast, forecast, peak_blocks
+from reference_server.forecast import Forecast, Forecasts, peak_blocks
 from reference_server.policies import Judgement, PrefillBudget, Reasons, Reservation, View
 from reference_server.remaining import KV_LEVEL, Lengths
 from reference_server.request import Request, State
@@ -98,8 +98,9 @@ class DeadlineAdmission:
         self.kv_level = kv_level
         self._costs = costs
         self._lengths = lengths
-        self._reservation = reservation
+        self._forecasts = Forecasts(reservation, lengths)
         self._budget = budget
+        self._deep_budget: tuple[int | None, int | None] = None, None  # moment, tokens
         self._at_arrival = Trust(doubt)
         self._at_admission = Trust(doubt)
         self._said_at_arrival: dict[str, _Said] = {}
@@ -108,7 +109,7 @@ class DeadlineAdmission:
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement:
         ahead = list(view.ahead)
-        plan = forecast(request, view, ahead, self._reservation, self._lengths, self._budget_now(request, view, now_ns))
+        plan = self._forecasts.of(request, view, ahead, self._budget_now(request, view, ahead, now_ns))
         safe = self._is_safe(request, view)
         judgement = self._by_room(plan, bool(ahead), safe)
         model = self._costs.model
@@ -122,10 +123,18 @@ class DeadlineAdmission:
             _remember(self._said_at_admission, request.key, said)
         return judgement
 
-    def _budget_now(self, request: Request, view: View, now_ns: int) -> int | None:
+    def _budget_now(self, request: Request, view: View, ahead: list[Request], now_ns: int) -> int | None:
+        """What a step may run of the first prompts; behind as many as there are slots, that is one number a moment."""
+        is_deep = len(ahead) >= view.limits.slots
+        if is_deep and view.moment is not None and view.moment == self._deep_budget[0]:
+            return self._deep_budget[1]
         decodes = [other for other in view.running if other.state is State.DECODE]
         prefills = [other for other in view.running if other.state is State.PREFILL]
-        return self._budget.tokens(decodes, [*prefills, request], now_ns)
+        first = [*prefills, *ahead, request][: len(prefills) + view.limits.slots]
+        budget = self._budget.tokens(decodes, first, now_ns)
+        if is_deep:
+            self._deep_budget = view.moment, budget
+        return budget
 
     def _is_safe(self, request: Request, view: View) -> bool:
         pool, level, quantile = view.pool, self.kv_level, self._lengths.quantile

@@ -6,17 +6,19 @@ come from the length table, step times from the cost model.
 
 from collections import Counter
 from collections.abc import Iterable
+from copy import copy
 from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from reference_server.cost_model import CostModel, StepShape
 from reference_server.policies import Reservation, View
-from reference_server.remaining import Lengths
+from reference_server.remaining import Lengths, LengthTable
 from reference_server.request import Request, State
 from reference_server.work import attended_pairs
 
 _NOTHING = StepShape(0, 0, 0)
+_EVERY = 32
 
 
 @cache
@@ -83,6 +85,11 @@ class _Steps:
         for request, blocks, level in prefills:
             self._prefill(request, blocks, level)
 
+    def copy(self) -> "_Steps":
+        other = copy(self)
+        other._ends, other._decodes = self._ends[:], self._decodes[:]
+        return other
+
     def _with_growth(self, request: Request, promised: int) -> int:
         """Who may outgrow its promise has one block more kept for it."""
         return promised + (promised < self._pool.blocks_for(request.total_tokens))
@@ -139,25 +146,48 @@ class _Steps:
         return steps, StepShape(self._tokens, tokens, kv_read, self._pairs)
 
 
-def forecast(
-    request: Request,
-    view: View,
-    ahead: Iterable[Request],
-    reservation: Reservation,
-    lengths: Lengths,
-    budget: int | None,
-) -> Forecast:
+class Forecasts:
     """First come, first served from here on: running prompts in their order, then `ahead`, then the request itself.
 
     Prompts share `budget` tokens a step (None: each is run whole at once) and decodes run beside them. Who arrives
     later is taken to wait behind. A reused prefix is not foreseen, and who pauses is taken to go on at once, without a
     slot. Takes O(n log n) time for n requests running and ahead.
+
+    Many may arrive between two steps. What stands before them is the same but for themselves, so the steps are kept as
+    they were after every `_EVERY` of those ahead, and taken up from there for as long as the view is of one moment.
     """
-    steps = _Steps(view, reservation, lengths, budget)
-    for other in ahead:
-        steps.enter(other)
-    starts_after, lack = steps.enter(request)
-    return Forecast(starts_after, lack, *steps.until_first_token())
+
+    def __init__(self, reservation: Reservation, lengths: Lengths) -> None:
+        self._reservation = reservation
+        self._lengths = lengths
+        self._moment: tuple[int | None, int | None, LengthTable] | None = None
+        self._ahead: list[Request] = []  # whom the marks are of
+        self._marks: list[_Steps] = []
+
+    def of(self, request: Request, view: View, ahead: list[Request], budget: int | None) -> Forecast:
+        moment = view.moment, budget, self._lengths.table
+        if view.moment is None or moment != self._moment:
+            self._moment, self._ahead = moment, []
+            self._marks = [_Steps(view, self._reservation, self._lengths, budget)]
+        steps = self._after(ahead)
+        starts_after, lack = steps.enter(request)
+        return Forecast(starts_after, lack, *steps.until_first_token())
+
+    def _after(self, ahead: list[Request]) -> _Steps:
+        known = min(len(self._ahead), len(ahead))
+        same = next((i for i in range(known) if self._ahead[i] is not ahead[i]), known)
+        if same < known:
+            self._ahead = []
+            del self._marks[same // _EVERY + 1 :]
+        mark = min(same // _EVERY, len(self._marks) - 1)
+        steps = self._marks[mark].copy()
+        for number, other in enumerate(ahead[mark * _EVERY :], mark * _EVERY + 1):
+            steps.enter(other)
+            if number % _EVERY == 0:
+                self._marks.append(steps.copy())
+        if len(ahead) > len(self._ahead):
+            self._ahead = ahead
+        return steps
 
 
 def peak_blocks(holdings: Iterable[tuple[int, int]], block_tokens: int, at_least: int = 0) -> int:

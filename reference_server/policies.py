@@ -43,6 +43,7 @@ class View(NamedTuple):
     ahead: Iterable[Request]  # those that wait before this one, in order; to be read once
     pool: BlockPool
     limits: "Limits"
+    moment: int | None = None  # two views of one moment differ in `ahead` alone; None: of none that comes again
 
 
 class QueueOrder(Protocol):

@@ -150,6 +150,7 @@ class Scheduler:
         self._due = Ranking()  # WAITING by deadline, where admission may refuse who waits; each is judged once at it
         self._parked: dict[str, Request] = {}  # PREEMPTED, and its reader is behind: it would pause at once
         self._ranks = 0
+        self._moment = 0  # counts up with whatever changes who runs, and with what KV
         self._transitions: list[Transition] = []
         self._decisions: list[Decision] = []
 
@@ -237,11 +238,13 @@ class Scheduler:
         self._follow_readers(now_ns)
         self._refuse_overdue(now_ns)
         self._find_room_for_decodes(plan, now_ns)
+        self._moment += 1
         if not plan.preempted:  # what was just taken back is not given away at once
             self._admit(plan, now_ns)
             self._newcomers.clear()
         plan.begin([request for request in self._running if request.state is State.DECODE])
         self._fill_prefills(plan, now_ns)
+        self._moment += 1
         return plan
 
     def _follow_readers(self, now_ns: int) -> None:
@@ -382,6 +385,7 @@ class Scheduler:
     def apply(self, plan: StepPlan, token_ids: Sequence[int | None], now_ns: int) -> list[Emitted]:
         """What the iteration made, in the order of the batch. Requests that ended have given back their KV."""
         emitted = []
+        self._moment += 1
         reuse = self.pool.prefix_reuse
         for request, item, fresh, token_id in zip(plan.requests, plan.items, plan.fresh, token_ids, strict=True):
             request.computed += len(item.token_ids)
@@ -448,7 +452,7 @@ class Scheduler:
     # --- inside
 
     def _view(self, ahead: Iterable[Request]) -> View:
-        return View(self._running, ahead, self.pool, self.limits)
+        return View(self._running, ahead, self.pool, self.limits, self._moment)
 
     def _active(self) -> int:
         return sum(request.state in _IN_BATCH for request in self._running)
@@ -459,6 +463,7 @@ class Scheduler:
     def _move(self, request: Request, to: State, reason: str) -> None:
         before = request.state
         request.move(to)
+        self._moment += before is not None and to is not State.REJECTED
         self._transitions.append(Transition(request, before, to, reason))
 
     def _end(self, key: str, to: State, reason: str) -> Request | None:

@@ -1,10 +1,11 @@
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from reference_server.cost_model import CostModel, StepShape, shape_of
-from reference_server.forecast import Forecast, forecast, peak_blocks
+from reference_server.forecast import Forecast, Forecasts, _Steps, peak_blocks
 from reference_server.kv_blocks import BlockPool
 from reference_server.policies import Full, Optimistic, View
 from reference_server.prefill_budget import Static
@@ -37,7 +38,7 @@ def foretell(
     request: Request, pool: BlockPool, active: Sequence[Request] = (), ahead: Sequence[Request] = (), slots: int = 8,
     budget: int | None = 16, lengths: Lengths = ALL_OF_20,
 ) -> Forecast:  # fmt: skip
-    return forecast(request, View(active, (), pool, Limits(slots, 4096)), ahead, Full(), lengths, budget)
+    return Forecasts(Full(), lengths).of(request, View(active, (), pool, Limits(slots, 4096)), list(ahead), budget)
 
 
 def test_an_idle_engine_runs_a_prompt_in_chunks_and_gives_its_token_in_the_last() -> None:
@@ -104,7 +105,7 @@ def test_a_block_is_kept_for_who_may_outgrow_its_promise() -> None:
     growing.state, growing.output, growing.computed = State.DECODE, [2], 6
     pool.open("a", growing.sequence(), 8)  # 2 of 3 blocks, and it may come to 56 tokens
     view = View([growing], (), pool, Limits(8, 64))
-    assert forecast(Request("r", [1], 3), view, (), Optimistic(), ALL_OF_20, 16).lack == "no_kv"
+    assert Forecasts(Optimistic(), ALL_OF_20).of(Request("r", [1], 3), view, [], 16).lack == "no_kv"
 
 
 @given(
@@ -128,7 +129,7 @@ def test_where_lengths_and_costs_are_known_the_first_token_comes_to_the_nanoseco
         requests.append(Request(str(number), [1] * prompt, max_tokens=15, stop_after=answer))
         waiting = [request for request in requests[:-1] if request.state is State.WAITING]
         view = View(scheduler.running(), (), pool, scheduler.limits)
-        seen = forecast(requests[-1], view, waiting, Full(), lengths, budget)
+        seen = Forecasts(Full(), lengths).of(requests[-1], view, list(waiting), budget)
         assert scheduler.submit(requests[-1], now_ns) is None
     predicted_ns = now_ns + seen.wait_ns(MODEL)
     while not requests[-1].output:
@@ -182,3 +183,41 @@ def test_the_peak_is_the_largest_of_all_steps(holdings: list[tuple[int, int]], b
     peak = max((held(step) for step in range(41)), default=0)
     assert peak_blocks(holdings, block_tokens) == peak
     assert peak_blocks(holdings, block_tokens, at_least=30) == max(peak, 30)
+
+
+@given(
+    moves=st.lists(st.tuples(st.integers(0, 200), st.sampled_from(["arrive", "arrive", "jump", "leave"])), max_size=12),
+    budget=st.sampled_from([None, 16]),
+)
+def test_what_is_kept_between_arrivals_of_one_moment_never_changes_a_forecast(
+    moves: list[tuple[int, str]], budget: int | None
+) -> None:
+    pool = BlockPool(400)
+    view = View([running(pool, "d", 10, output=5)], (), pool, Limits(3, 4096), moment=7)
+    queue = [asked(f"w{i}", 1 + i * 7 % 40, 1 + i % 30) for i in range(100)]
+    kept = Forecasts(Full(), ALL_OF_20)
+    for number, (at, act) in enumerate(moves):
+        if act == "leave":
+            del queue[at % len(queue)]
+            continue
+        new = asked(f"n{number}", 1 + at)
+        queue.insert(at % len(queue) if act == "jump" else len(queue), new)
+        ahead = queue[: queue.index(new)]
+        afresh = Forecasts(Full(), ALL_OF_20).of(new, view._replace(moment=None), ahead, budget)
+        assert kept.of(new, view, ahead, budget) == afresh
+
+
+def test_only_the_first_arrival_of_a_moment_pays_for_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+    enter = _Steps.enter
+    monkeypatch.setattr(_Steps, "enter", lambda steps, request: entered.append(request) or enter(steps, request))
+    pool, kept = BlockPool(400), Forecasts(Full(), ALL_OF_20)
+    queue = [asked(f"w{i}", 4) for i in range(1000)]
+    costs = []
+    for moment in (1, 1, 1, 2):
+        entered.clear()
+        queue.append(asked("new", 4))
+        kept.of(queue[-1], View((), (), pool, Limits(8, 4096), moment), queue[:-1], 16)
+        costs.append(len(entered))
+    # Kept are the steps after 992 of them, a multiple of 32.
+    assert costs == [1001, 1001 - 992 + 1, 1002 - 992 + 1, 1004]

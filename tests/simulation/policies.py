@@ -9,6 +9,7 @@ from benchmarks.books import Books
 from reference_server.admission import DeadlineAdmission
 from reference_server.cost_model import CostModel, OnlineFit
 from reference_server.fairness import DeficitRoundRobin, ServiceUnit, VirtualTokenCounter, service_gap_bound
+from reference_server.forecast import Forecasts
 from reference_server.orders import EarliestDeadline, Fcfs, Lanes
 from reference_server.policies import Admission, AdmitAll, Full, Judgement, Optimistic, PrefillBudget, Reservation, View
 from reference_server.policies import QueueOrder as Order
@@ -206,6 +207,22 @@ class Moody:
     def observe_step(self, plan: StepPlan, duration_ns: int) -> None: ...
 
 
+class Foretelling(DeadlineAdmission):
+    """What it keeps between two arrivals of one moment never changes what it says."""
+
+    def __init__(self, reservation: Reservation, budget: PrefillBudget, late_refusals: bool = True) -> None:
+        super().__init__(OnlineFit(COST), Lengths(LENGTHS), reservation, budget, late_refusals=late_refusals)
+        self.reservation = reservation
+
+    def judge(self, request: Request, view: View, now_ns: int) -> Judgement:
+        ahead = list(view.ahead)
+        judgement = super().judge(request, view._replace(ahead=ahead), now_ns)
+        budget = self._budget_now(request, view, ahead, now_ns)
+        afresh = Forecasts(self.reservation, Lengths(LENGTHS)).of(request, view._replace(moment=None), ahead, budget)
+        assert judgement.plan == afresh, "forecast from what was kept of another moment"
+        return judgement
+
+
 def _lanes(inner: Callable[[], Order]) -> Callable[[], Order]:
     return lambda: Lanes(inner, STARVATION_NS)
 
@@ -249,10 +266,8 @@ BUDGETS: dict[str, Callable[[], PrefillBudget]] = {
 }
 ADMISSIONS: dict[str, Callable[[Reservation, PrefillBudget], Admission]] = {
     "all": lambda reservation, budget: AdmitAll(),
-    "deadline": lambda reservation, budget: DeadlineAdmission(OnlineFit(COST), Lengths(LENGTHS), reservation, budget),
-    "at arrival": lambda reservation, budget: DeadlineAdmission(
-        OnlineFit(COST), Lengths(LENGTHS), reservation, budget, late_refusals=False
-    ),
+    "deadline": Foretelling,
+    "at arrival": lambda reservation, budget: Foretelling(reservation, budget, late_refusals=False),
     "moody": lambda reservation, budget: Moody(),
 }
 
