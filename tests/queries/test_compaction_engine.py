@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 from queries.compaction import compact
 from queries.runner import Session
@@ -50,7 +51,8 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
         engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, preempted_ids=[new_id(2)]))
         engine.write(records.make("state", request_id=new_id(1), at_ns=6, from_state="DECODE", to_state="PREEMPTED"))
         said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4, "feasible": False}
-        planned = {"predicted_start_steps": 1, "predicted_steps": 2, "predicted_prefill_tokens": 30}
+        planned: dict[str, Any] = {"predicted_start_steps": 1, "predicted_steps": 2, "predicted_prefill_tokens": 30}
+        planned |= {"length_source": "cohort", "length_unresolved": 0.25}
         engine.write(
             records.make(
                 "decision", request_id=new_id(1), at_ns=5, resource_safe=True, policy="deadline", **said | planned
@@ -73,7 +75,7 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
     state = (new_id(1), engine_id, "c", 6, "DECODE", "PREEMPTED", None)
     assert one(tmp_path, "* exclude (place)", "states") == state
     decision = (new_id(1), 0, engine_id, "c", 5, "refuse", "late", 9, -4, False, True, "deadline", 1, 2, 30, None)
-    assert one(tmp_path, "* exclude (place)", "decisions") == decision
+    assert one(tmp_path, "* exclude (place)", "decisions") == (*decision, "cohort", 0.25)
     assert select(tmp_path, "select * from {requests}") == [], "nobody recorded a begin"
 
 
