@@ -52,6 +52,7 @@ def dashboard() -> Any:
                 "Inside the engine",
                 (
                     panels_engine.states,
+                    panels_engine.in_flight,
                     panels_engine.oldest_waiting,
                     panels_engine.kv_blocks,
                     panels_engine.kv_held_and_cached,

@@ -88,6 +88,20 @@ def states() -> Any:
     )
 
 
+def in_flight() -> Any:
+    return style.lines(
+        "Requests in the server",
+        "In the server: begun and not ended. In the scheduler: in one of its states. What lies between is being read, "
+        "or is computed to its end and not taken by its reader.",
+        "short",
+        [
+            style.query(promql.level(promql.engine("inflight_requests")), "in the server"),
+            style.query(promql.level(promql.engine("requests")), "in the scheduler"),
+        ],
+        no_value=_NO_ENGINE,
+    )
+
+
 def oldest_waiting() -> Any:
     return style.lines(
         "Oldest waiting request",

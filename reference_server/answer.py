@@ -335,7 +335,7 @@ class Answer(Response):
                 min_tokens=end.min_tokens,
             )
         )
-        front.ended(outcome)
+        front.ended(self.request_id, outcome)
         if live.left and self._hop.socket_closed_ns is not None:
             front.record(
                 "late",

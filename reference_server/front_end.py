@@ -143,6 +143,7 @@ class FrontEnd:
         self.allow_faults = allow_faults
         self.stopping = False
         self.live: dict[str, Live] = {}
+        self._open: set[str] = set()  # requests begun and not ended, refused ones too, which never come alive
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._scrapes: list[asyncio.Event] = []
         self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
@@ -315,6 +316,7 @@ class FrontEnd:
         """One write before the request goes on, or 5 ms: a slow disk holds up no stream. A record that cannot be
         written is counted, and the request goes on."""
         self.metrics.inc("sloscope_engine_requests_offered_total")
+        self._open.add(record["request_id"])
         if self.journal is not None:
             on_disk = asyncio.Event()
             self.journal.begin(record, on_disk.set)
@@ -326,7 +328,8 @@ class FrontEnd:
         at_ns = self.clock.monotonic_ns()
         self.record("decision", request_id=request_id, attempt=0, at_ns=at_ns, verdict="refuse", reason=reason)
 
-    def ended(self, outcome: str) -> None:
+    def ended(self, request_id: str, outcome: str) -> None:
+        self._open.remove(request_id)
         self.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
 
     def record(self, kind: str, **fields: Any) -> None:
@@ -383,6 +386,7 @@ class FrontEnd:
                 pass  # a long step: the numbers of the last second are good enough
         undelivered = sum(live.undelivered for live in self.live.values())
         self.metrics.set("sloscope_engine_undelivered_tokens", undelivered)
+        self.metrics.set("sloscope_engine_inflight_requests", len(self._open))
         if self.journal is not None:
             written = {
                 "records": self.journal.written,

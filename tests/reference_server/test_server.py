@@ -220,6 +220,7 @@ def test_who_was_offered_has_ended_or_is_alive(served: Served) -> None:
     def offered_and_ended() -> tuple[float, float]:
         m = served.metrics()
         ended = sum(n for key, n in m.items() if key.startswith("sloscope_engine_requests_ended_total{"))
+        assert m["sloscope_engine_requests_offered_total"] == ended + m["sloscope_engine_inflight_requests"]
         return m["sloscope_engine_requests_offered_total"], ended
 
     def alive() -> float:
