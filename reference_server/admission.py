@@ -123,6 +123,13 @@ class DeadlineAdmission:
             _remember(self._said_at_admission, request.key, said)
         return judgement
 
+    def leaves_queue_in_ns(self, head: Request, view: View, now_ns: int) -> int | None:
+        """Up to its first token, so its own prompt too long: who comes back too early is refused again."""
+        model = self._costs.model
+        if model is None:
+            return None
+        return self._forecasts.of(head, view, [], self._budget_now(head, view, [], now_ns)).wait_ns(model)
+
     def _budget_now(self, request: Request, view: View, ahead: list[Request], now_ns: int) -> int | None:
         """What a step may run of the first prompts; behind as many as there are slots, that is one number a moment."""
         is_deep = len(ahead) >= view.limits.slots

@@ -87,6 +87,9 @@ class Admission(Protocol):
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement: ...
 
+    def leaves_queue_in_ns(self, head: Request, view: View, now_ns: int) -> int | None:
+        """How long until the next in order stands in the queue no more; None: it does not predict."""
+
     def observe_step(self, plan: "StepPlan", duration_ns: int) -> None:
         """What an iteration really took."""
 
@@ -112,6 +115,9 @@ class AdmitAll:
 
     def judge(self, request: Request, view: View, now_ns: int) -> Judgement:
         return Judgement("admit", "fits")
+
+    def leaves_queue_in_ns(self, head: Request, view: View, now_ns: int) -> int | None:
+        return None
 
     def observe_step(self, plan: "StepPlan", duration_ns: int) -> None:
         pass

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from math import ceil
 from typing import NamedTuple
 
 from reference_server.kv_blocks import BlockPool
@@ -32,6 +33,7 @@ from reference_server.prefill_budget import Static
 from reference_server.ranking import Ranking
 from reference_server.request import ENDED, InvariantError, Request, State
 from reference_server.step_types import StepItem
+from sloscope.units import NS_PER_S
 
 MAX_WAITING = 1024
 _IN_BATCH = (State.PREFILL, State.DECODE)
@@ -193,7 +195,10 @@ class Scheduler:
         if waiting >= self.limits.max_waiting:
             self._decide(request, Judgement("refuse", "queue_full"))
             text = f"{waiting} requests wait; accepted: at most {self.limits.max_waiting}"
-            return Refusal("queue_full", text, retry=True)
+            head = self._order.peek(now_ns) or request
+            leaves_in_ns = self.policies.admission.leaves_queue_in_ns(head, self._view(()), now_ns)
+            retry_after_s = 1 if leaves_in_ns is None else ceil(leaves_in_ns / NS_PER_S)
+            return Refusal("queue_full", text, retry=True, retry_after_s=retry_after_s)
         self._order.add(request, now_ns)
         ahead = takewhile(lambda other: other is not request, self._order)
         judgement = self.policies.admission.judge(request, self._view(ahead), now_ns)

@@ -145,6 +145,19 @@ def test_without_a_cost_model_nothing_is_predicted_and_nobody_refused() -> None:
     assert judged == Judgement("admit", "fits", resource_safe=True, plan=judged.plan)
 
 
+@pytest.mark.parametrize(("prior", "seconds"), [(MODEL, 4), (None, 1)])
+def test_a_full_queue_says_when_its_next_will_have_left_it(prior: CostModel | None, seconds: int) -> None:
+    policies = Policies(admission=deadline_admission(prior=prior), budget=Static(16))
+    scheduler = Scheduler(Limits(1, 4096, max_waiting=1), BlockPool(200), policies=policies)
+    assert scheduler.submit(asked(2000, key="a"), 0) is None
+    scheduler.plan(0)
+    assert scheduler.submit(asked(20, key="b"), 0) is None
+    refusal = scheduler.submit(asked(20, key="c"), 0)
+    # `a` has 2000 prompt tokens of 16 a step and 40 of output, then `b` has 2 steps: 125 + 39 + 2 steps of 10 ms,
+    # 2020 ms of prompts and 39 ms of decodes, 3.7 s.
+    assert refusal is not None and (refusal.reason, refusal.retry_after_s) == ("queue_full", seconds)
+
+
 def test_an_empty_engine_lets_one_in_each_second_that_should_be_refused() -> None:
     admission, idle = deadline_admission(), view(BlockPool(1000))
 

@@ -16,7 +16,7 @@ from reference_server.engine import Engine
 from reference_server.kv_blocks import BlockPool
 from reference_server.ledger import Identity, Ledger
 from reference_server.link import EngineLink, FrameBuffer, LinkClosedError, Message, encode
-from reference_server.policies import Judgement, Optimistic, View
+from reference_server.policies import AdmitAll, Judgement, Optimistic, View
 from reference_server.prefill_budget import Static
 from reference_server.remaining import Lengths, LengthTable
 from reference_server.request import Request, State
@@ -479,7 +479,7 @@ def test_a_reused_prefix_is_recorded_and_not_charged(tmp_path: Path) -> None:
     bench.close()
 
 
-class Fickle:
+class Fickle(AdmitAll):
     """Lets everybody wait, and refuses who has waited for two judgements."""
 
     name = "fickle"
@@ -494,9 +494,6 @@ class Fickle:
         if self.asked > 3:
             return Judgement("refuse", "deadline", now_ns, -1, False, True, retry_after_s=7)
         return Judgement("queue", "not_yet", now_ns + 5, 4, True, False)
-
-    def observe_step(self, plan: object, duration_ns: int) -> None:
-        pass
 
 
 def test_where_admission_may_refuse_late_nobody_is_told_that_he_is_accepted(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ class OrderCase:
     claim: Callable[[], Claim]
 
 
-class Moody:
+class Moody(AdmitAll):
     """No policy for service: it says anything, to see that the scheduler keeps its promises under any policy."""
 
     late_refusals = True
