@@ -135,7 +135,7 @@ def simulated_rows(engine: SimulatedEngine, cost: CostModel, asked: argparse.Nam
 
 
 def slack_budget(cost: CostModel) -> PrefillBudget:
-    return DecodeSlack(lambda: cost, minimum=16)
+    return DecodeSlack(lambda: cost)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from benchmarks.books import Books
 from benchmarks.engine_steps import cost_model, options_of, save
 from benchmarks.load import SERVER, Server, arrivals, common_options, full_step_ns, planned, simulate, synthetic
 from reference_server.cost_model import CostModel, StepShape
-from reference_server.fairness import ServiceUnit, service_gap_bound
+from reference_server.fairness import QUANTUM, ServiceUnit, service_gap_bound
 from reference_server.orders import OrderOptions, make_order
 from reference_server.request import Request, State
 from reference_server.scheduler import Emitted, StepPlan, Transition
@@ -35,7 +35,6 @@ Row = dict[str, Any]
 UNIT = ServiceUnit()
 POLITE, FLOODS = "polite", {"flood-a": 10 / 3, "flood-b": 5 / 3}
 POLITE_LOAD = 0.1
-QUANTUM = 1024
 TTFT_STEPS = 50
 BACKLOG_STATES = (State.WAITING, State.PREEMPTED)
 

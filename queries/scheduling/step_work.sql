@@ -17,6 +17,9 @@
 --   device_s               double   seconds   the forward passes alone, in sum
 --   prefill_tokens         bigint   tokens
 --   decode_tokens          bigint   tokens
+--   budgeted               bigint   steps     of all steps, with prompts and a bound on their tokens
+--   budget_tokens          bigint   tokens    prompt tokens that those steps were allowed, in sum
+--   budget_used_share      double   ratio     prompt tokens that they ran / budget_tokens
 --   linear_flops           double   FLOP      matrix products with weights
 --   attention_flops        double   FLOP      scores and values
 --   weight_bytes           double   bytes
@@ -155,6 +158,9 @@ by_class as (
         cast(sum(device_ns) as bigint) as device_ns,
         cast(sum(prefill_tokens) as bigint) as prefill_tokens,
         cast(sum(decode_tokens) as bigint) as decode_tokens,
+        count(token_budget) as budgeted,
+        cast(sum(token_budget) as bigint) as budget_tokens,
+        cast(sum(case when token_budget is not null then prefill_tokens end) as bigint) as budget_used_tokens,
         sum(linear_flops) as linear_flops,
         sum(attention_flops) as attention_flops,
         sum(weight_bytes) as weight_bytes,
@@ -185,6 +191,9 @@ final as (
         by_class.device_ns / 1e9 as device_s,
         by_class.prefill_tokens,
         by_class.decode_tokens,
+        by_class.budgeted,
+        by_class.budget_tokens,
+        by_class.budget_used_tokens / nullif(by_class.budget_tokens, 0) as budget_used_share,
         by_class.linear_flops,
         by_class.attention_flops,
         by_class.weight_bytes,
