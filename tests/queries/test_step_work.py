@@ -1,4 +1,4 @@
-"""The question about work and the engine's own roofline are one formula."""
+"""The question about work is the roofline, step by step."""
 
 import math
 
@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reference_server.roofline import Ceilings, achieved
+from reference_server.roofline import Ceilings
 from reference_server.work import Work
 from sloscope import contract as contracts
 from tests.queries.cases import session_over
+from tests.roofline import achieved
 
 AMOUNTS = st.sampled_from([0, 0, 1, 1000, 10**6, 10**9, 2 * 10**9, 10**12])
 RATES = st.sampled_from([1.0, 1e3, 1e9, 3e11])
@@ -17,7 +18,7 @@ RATES = st.sampled_from([1.0, 1e3, 1e9, 3e11])
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.tuples(st.tuples(*[AMOUNTS] * 8), st.tuples(*[RATES] * 4)), min_size=5, max_size=10))
-def test_the_share_and_what_binds_are_those_of_the_engine(
+def test_the_share_and_what_binds_are_those_of_the_roofline(
     drawn: list[tuple[tuple[int, ...], tuple[float, ...]]],
 ) -> None:
     steps, engines, expected = [], [], []
@@ -42,7 +43,7 @@ def test_the_share_and_what_binds_are_those_of_the_engine(
     with session_over(rows, contracts.preset("exercise"), window=(0, 10)) as session:
         found = session.run("step_work").rows
     assert len(found) == len(expected)
-    for row, by_engine in zip(found, expected, strict=True):
-        assert row["binds"] == (by_engine.binds or None)
-        assert row["achieved_share"] == pytest.approx(by_engine.share, rel=1e-9)
-        assert math.isclose(row["least_s"] * 1e9, by_engine.least_ns, rel_tol=1e-9)
+    for row, by_rule in zip(found, expected, strict=True):
+        assert row["binds"] == (by_rule.binds or None)
+        assert row["achieved_share"] == pytest.approx(by_rule.share, rel=1e-9)
+        assert math.isclose(row["least_s"] * 1e9, by_rule.least_ns, rel_tol=1e-9)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from reference_server.builtin import make_builtin
 from reference_server.ceilings import _attention, _flops, _weights, measure, rate
-from reference_server.roofline import Ceilings, achieved
+from reference_server.roofline import Ceilings
 from reference_server.work import Work
 from sloscope.records import SCHEMA
+from tests.roofline import achieved
 
 CONFIG = make_builtin().config
 CPU = torch.device("cpu")
