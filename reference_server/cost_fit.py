@@ -21,6 +21,7 @@ LEAST_OF_KIND = 10
 class JournalSamples:
     samples: list[Sample] = field(default_factory=list)
     faults: int = 0  # steps left out because they had an injected fault
+    captures: int = 0  # steps left out because most of their time was the capture of a program
     unusable: int = 0  # steps left out: no shape, or no time
     bad_lines: int = 0
     engines: set[tuple[Any, ...]] = field(default_factory=set)  # (model, dtype, device, threads)
@@ -62,6 +63,9 @@ def _steps(records: Iterable[dict[str, Any]], found: JournalSamples) -> Iterator
             continue
         if "fault" in record:
             found.faults += 1
+            continue
+        if record.get("captured"):
+            found.captures += 1
             continue
         step = _Step(
             record.get("prefill_tokens", -1),

@@ -64,6 +64,7 @@ def fit_command(
         write_atomically(out, done.model.to_json().encode() + b"\n")
     for count, what in (
         (found.faults, "steps with an injected fault are left out"),
+        (found.captures, "steps that captured a program are left out"),
         (found.unusable, "steps without a shape or a duration are left out"),
         (found.bad_lines, "journal lines are damaged"),
     ):

@@ -59,9 +59,10 @@ def test_recorded_steps_come_back_with_their_pairs(tmp_path: Path) -> None:
     assert (found.faults, found.unusable, found.bad_lines) == (0, 0, 0)
 
 
-def test_faults_old_records_and_damage_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_faults_captures_old_records_and_damage_are_left_out_and_counted(tmp_path: Path) -> None:
     lines = exact(10)
     lines[1]["fault"] = "stall=200ms"
+    lines[4]["captured"] = True
     del lines[2]["kv_read_tokens"]
     lines[3]["end_ns"] = lines[3]["start_ns"]
     write(tmp_path, lines)
@@ -69,8 +70,8 @@ def test_faults_old_records_and_damage_are_left_out_and_counted(tmp_path: Path) 
     with path.open("ab") as file:
         file.write(b"rubbish\n")
     found = samples_from_journal(tmp_path)
-    assert len(found.samples) == 7
-    assert (found.faults, found.unusable, found.bad_lines) == (1, 2, 1)
+    assert len(found.samples) == 6
+    assert (found.faults, found.captures, found.unusable, found.bad_lines) == (1, 1, 2, 1)
 
 
 def test_steps_of_other_observers_are_not_read(tmp_path: Path) -> None:
