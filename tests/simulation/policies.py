@@ -16,7 +16,7 @@ from reference_server.policies import QueueOrder as Order
 from reference_server.prefill_budget import DecodeSlack, Static
 from reference_server.remaining import EstimatedReservation, Lengths, LengthTable
 from reference_server.request import Request, State
-from reference_server.scheduler import Limits, Policies, StepPlan
+from reference_server.scheduler import Policies, StepPlan
 
 # Nanoseconds, so that a step of a small batch takes 10 to 40.
 COST = CostModel(base_ns=10, prefill_token_ns=1, decode_token_ns=1, kv_read_token_ns=0.1)
@@ -55,7 +55,8 @@ class Claim:
 
     def planned(self, plan: StepPlan, prefills: Sequence[Request], now_ns: int) -> None: ...
 
-    def ended(self, limits: Limits, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None: ...
+    def ended(self, sequences: int, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None:
+        """`sequences`: the most requests that ever held KV at once."""
 
 
 class NobodyOvertakes(Claim):
@@ -123,14 +124,13 @@ class TenantsShare(Claim):
     def _note(self) -> None:
         self._books.note_backlog({tenant for tenant, count in self._waiting.items() if count})
 
-    def ended(self, limits: Limits, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None:
+    def ended(self, sequences: int, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None:
         bound = service_gap_bound(
             UNIT,
             max_prompt=max((len(request.prompt) for request in requests), default=0),
             max_output=max((request.max_tokens for request in requests), default=0),
             pool_tokens=pool_tokens,
-            # A paused request needs no slot.
-            sequences=limits.slots if limits.max_undelivered is None else len(requests),
+            sequences=sequences,
             whole=whole,
             quantum=self._quantum,
         )
@@ -139,7 +139,8 @@ class TenantsShare(Claim):
 
 class LanesYield(Claim):
     """Within a lane its order's claim. Across: once a lane was passed over for STARVATION_NS, at most as many
-    admissions as there are other lanes come before its next."""
+    admissions as there are other lanes come before its next. Prompts get the budget by lane, but that one which was
+    admitted STARVATION_NS ago goes before all."""
 
     def __init__(self, within: Callable[[], Claim]) -> None:
         self._within = within
@@ -177,9 +178,22 @@ class LanesYield(Claim):
         self._lane(request).served(request, prompt_tokens, output_tokens)
 
     def planned(self, plan: StepPlan, prefills: Sequence[Request], now_ns: int) -> None:
+        if plan.preempted or not prefills:  # nobody was asked for the next, so the order does not know the time
+            return
         late = [request for request in prefills if now_ns - request.started_ns > STARVATION_NS]
-        if late and not plan.preempted:
+        if late:
             assert plan.prefill[0].started_ns == min(request.started_ns for request in late), "a prompt starves"
+        rest = [request for request in prefills if request not in late]
+        run = [request for request in plan.prefill if request not in late]
+        lanes = sorted(request.lane for request in rest)
+        assert [request.lane for request in run] == lanes[: len(run)], "a prompt went before those of a higher lane"
+        for number in set(lanes):
+            own = [request for request in rest if request.lane == number]
+            self._lane(own[0]).planned(StepPlan([r for r in run if r.lane == number]), own, now_ns)
+
+    def ended(self, sequences: int, requests: Sequence[Request], pool_tokens: int, whole: bool) -> None:
+        for number, claim in self._lanes.items():
+            claim.ended(sequences, [request for request in requests if request.lane == number], pool_tokens, whole)
 
 
 @dataclass(frozen=True, slots=True)

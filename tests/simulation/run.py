@@ -17,7 +17,9 @@ ENOUGH_FOR_EVERY_MOVE = 1000
 LEGAL = {(before, after) for before, allowed in TRANSITIONS.items() for after in allowed}
 
 
-def check_histories(order: str, record: Callable[[str, object], None], histories: int = HISTORIES_EACH) -> Counter[str]:
+def check_histories(
+    order: str, record: Callable[[str, object], None], histories: int = HISTORIES_EACH, shrink: bool = True
+) -> Counter[str]:
     """Every promise after every step of random histories, and, of many, every legal move. How much ran in them."""
     seen: Counter[str] = Counter()
     moves: set[tuple[State | None, State]] = set()
@@ -27,7 +29,7 @@ def check_histories(order: str, record: Callable[[str, object], None], histories
         derandomize=True,
         database=None,
         deadline=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=[Phase.generate, *[Phase.shrink] * shrink],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         report_multiple_bugs=False,
     )

@@ -26,7 +26,7 @@ def run(make_order: Callable[[], QueueOrder], claim: Claim, arrivals: list[Arriv
     pool = AccountedPool(POOL_TOKENS // BLOCK_TOKENS, BLOCK_TOKENS, prefix_reuse=False)
     scheduler = Scheduler(Limits(SLOTS, 64), pool, (), Policies(Watched(make_order(), claim)))
     results = Simulation(scheduler, COST, sorted(arrivals, key=lambda arrival: arrival.request.arrived_ns)).run()
-    claim.ended(scheduler.limits, [result.request for result in results], POOL_TOKENS, True)
+    claim.ended(SLOTS, [result.request for result in results], POOL_TOKENS, True)
 
 
 # Each pair of requests drifts by (20 + 2 * 12) - (4 + 2 * 4) = 32 units: 100 pairs by 3200, and the bound is below 300.
