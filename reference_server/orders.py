@@ -88,7 +88,9 @@ class Lanes:
 
     A lane that waits and had nobody admitted for longer than `starvation_ns` goes first, once; the one that was passed
     over longest before the others. So while others are admitted, a lower lane gets one admission in each
-    `starvation_ns`, at most (lanes - 1) admissions late, and takes no more than that from the lanes above. A running
+    `starvation_ns`, at most (lanes - 1) admissions late, and takes no more admissions than that from the lanes above.
+    While its next lacks KV they wait with it, like everybody behind a head: at most until what runs then has ended,
+    since nobody is admitted meanwhile. Passing it by would let small requests keep a large one out for ever. A running
     prompt lets prompts of higher lanes have the token budget for at most `starvation_ns` after it was admitted.
 
     Tenants share within a lane: what one receives in a lane does not count in another.

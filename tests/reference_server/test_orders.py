@@ -150,6 +150,23 @@ def test_the_higher_lane_goes_first_until_a_lower_one_starves_and_then_once():
     assert admit(order, 202).key == "low2"
 
 
+def test_a_starved_head_that_lacks_kv_holds_higher_lanes_until_what_runs_has_ended_and_no_longer():
+    world = World(Lanes(Fcfs, starvation_ns=10 * MS), ServiceUnit())  # 16 blocks of 4 tokens; a step takes 1 ms
+    runs, head = make("runs", prompt=4, max_tokens=36), make("head", lane=1, prompt=4, max_tokens=28)
+    urgent = [make(f"urgent{i}", prompt=4, max_tokens=4) for i in range(3)]
+    world.submit(runs)  # 10 blocks, which it gives back in its 36th step, the one from 35 to 36 ms
+    world.step()
+    world.submit(head)  # 8 blocks, and 6 are free
+    for request, at_ns in zip(urgent, (5 * MS, 12 * MS, 30 * MS), strict=True):
+        while world.now_ns < at_ns:
+            world.step()
+        world.submit(request)  # 2 blocks
+    while world.waiting():
+        world.step()
+    assert world.admissions == [runs, urgent[0], head, urgent[1], urgent[2]]
+    assert [request.started_ns // MS for request in world.admissions] == [0, 5, 36, 36, 36]
+
+
 def test_the_lane_passed_over_longest_goes_before_other_starving_lanes():
     order = Lanes(Fcfs, starvation_ns=100)
     wait(order, make("lowest", lane=3), 0)
