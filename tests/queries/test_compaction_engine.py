@@ -48,7 +48,8 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
     with JournalWriter(tmp_path, "engine", FakeClock(wall_ns=WALL, clock_id="c")) as engine:
         step = {"prefill_tokens": 64, "decode_tokens": 1, "prefill_ids": [new_id(1)], "decode_ids": [new_id(2)]}
         engine.write(records.make("step", step_id=7, start_ns=5 * MS, end_ns=9 * MS, **step))
-        engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, preempted_ids=[new_id(2)]))
+        again = {"preempted_ids": [new_id(2)], "captured": True}
+        engine.write(records.make("step", step_id=8, start_ns=11 * MS, end_ns=12 * MS, **again))
         engine.write(records.make("state", request_id=new_id(1), at_ns=6, from_state="DECODE", to_state="PREEMPTED"))
         said = {"verdict": "refuse", "reason": "late", "predicted_first_token_ns": 9, "slack_ns": -4, "feasible": False}
         planned: dict[str, Any] = {"predicted_start_steps": 1, "predicted_steps": 2, "predicted_prefill_tokens": 30}
@@ -59,11 +60,11 @@ def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_w
             )
         )
         compact(tmp_path)
-    columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, device_ns"
+    columns = "step_id, clock_id, start_at_ns, prefill_requests, decode_requests, preempted, gap_before_ns, captured"
     # The gap: 11 − 9 = 2 ms.
     assert select(tmp_path, f"select {columns} from {{steps}} order by 1") == [
         (7, "c", WALL + 5 * MS, 1, 1, 0, None, None),
-        (8, "c", WALL + 11 * MS, None, None, 1, 2 * MS, None),
+        (8, "c", WALL + 11 * MS, None, None, 1, 2 * MS, True),
     ]
     assert select(tmp_path, "select step_id, request_id, role from {step_requests} order by 1, 3") == [
         (7, new_id(2), "decode"),
