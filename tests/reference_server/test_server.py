@@ -203,14 +203,13 @@ def test_after_five_cancels_everything_is_accounted_for(served: Served) -> None:
     for conversation in conversations[:4]:
         conversation.read_head()
         next(conversation.events())
-    for conversation in conversations:
+    for conversation in reversed(conversations):  # who waits goes first, else it might get a place before it leaves
         conversation.close()
     ended = 'sloscope_engine_requests_ended_total{outcome="cancelled"}'
     until(lambda: served.metrics()[ended] == before[ended] + 5)
     after = served.metrics()
-    assert after["sloscope_engine_cancel_cleanup_seconds_count"] == (
-        before["sloscope_engine_cancel_cleanup_seconds_count"] + 5
-    )
+    cleaned = "sloscope_engine_cancel_cleanup_seconds_count"
+    assert after[cleaned] == before[cleaned] + 4, "of those that held KV"
     for name in after:
         if name.startswith(("sloscope_engine_kv_blocks", "sloscope_engine_requests{", "sloscope_engine_undelivered")):
             assert after[name] == before[name], name
