@@ -4,7 +4,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from reference_server.builtin import make_builtin
-from reference_server.model import Llama
+from reference_server.model import Llama, Projection
 from reference_server.model_config import ModelConfig
 from reference_server.step_types import StepItem
 from reference_server.work import Work, attended_pairs, step_work
@@ -116,7 +116,7 @@ def test_attention_flops_are_those_that_torch_counts_for_a_decode() -> None:
     assert counter.get_total_flops() == step_work(CONFIG, [DECODE], 4, decodes=1).decode_attention_flops == 96
 
 
-def unpack(projection: object) -> None:
-    """The plain weight again: random, since only its shape is counted."""
-    projection.packed = False  # type: ignore[attr-defined]
-    projection.weight = torch.zeros(projection.out_features, projection.in_features)  # type: ignore[attr-defined]
+def unpack(projection: Projection) -> None:
+    """A plain weight again: only its shape is counted."""
+    projection.packed = None
+    projection.plain = torch.zeros(projection.out_features, projection.in_features)
