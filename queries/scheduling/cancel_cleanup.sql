@@ -10,12 +10,14 @@
 --   p99_s       double   seconds
 --   max_s       double   seconds
 --   negative    bigint   requests  in which the later stamp is the earlier one
---   unfinished  bigint   requests  cancelled with the first stamp and never the second, though they held KV: a leak
+--   unfinished  bigint   requests  with the first stamp and never the second: from the abort on a leak
 -- rules: Three stamps of the engine's clock, so the declared observer may be on another host. Socket: the server saw
 --   the consumer's socket close; a cancel without that (it came by another way, or the server does not stamp it) has no
 --   stretch from it. Abort: the abort reached the scheduler. KV free: the last block of the request was free. By
---   its states a request that was cancelled in WAITING or PREEMPTED held none: it has no stretch to KV free. Requests that no engine observed are left out. Quantiles are these requests' own order statistics. The
---   rows are there without cancels too, with n = 0.
+--   its states a request that was cancelled in WAITING or PREEMPTED held none: it has no stretch to KV free. One that
+--   left before the scheduler heard of it has no abort, and is unfinished from the socket on. Requests that no engine
+--   observed are left out. Quantiles are these requests' own order statistics. The rows are there without cancels too,
+--   with n = 0.
 with
 
 held_none as (
