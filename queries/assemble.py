@@ -259,6 +259,11 @@ class Assembly:
                 for row in self._rows
             ]
             out[f"engine_{name}"] = [min(stamps, default=None) for stamps in found]
+        sent = [
+            [late["abort_sent"] for late in row.request.late if "abort_sent" in late and late["observer"] == "engine"]
+            for row in self._rows
+        ]
+        out["engine_abort_sent"] = [any(each) if each else None for each in sent]
         handed, written = flat.delivery["handed_ns"], flat.delivery["written_ns"]
         for name, stamps in (("computed", flat.t_ns), ("handed", handed), ("written", written)):
             out[f"engine_first_{name}_ns"] = flat.first(stamps)

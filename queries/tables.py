@@ -117,6 +117,12 @@ REQUESTS: tuple[Column, ...] = (
         ("engine_kv_freed_ns", "stamp at which the last KV of the request was free"),
         ("engine_preemptions", "times the request was preempted; NULL when no states were recorded"),
     ),
+    Column(
+        "engine_abort_sent",
+        "BOOLEAN",
+        "of a consumer that left: the server told its scheduler to drop the request; false: it ran nothing of it; NULL "
+        "when not told",
+    ),
     Column("client_alignment", "VARCHAR", "client receipts with emissions: ordinal, tokens, none; NULL without both"),
     Column("sidecar_alignment", "VARCHAR", "sidecar receipts with emissions: ordinal, tokens, none; NULL without both"),
     Column("hedge_waste_tokens", "BIGINT", "tokens of losing attempts; NULL when there was one attempt"),

@@ -343,6 +343,7 @@ class Answer(Response):
                 attempt=0,
                 observer="engine",
                 socket_closed_ns=self._hop.socket_closed_ns,
+                abort_sent=live.abort_sent,
             )
         front.record(
             "end",

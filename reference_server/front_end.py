@@ -106,6 +106,7 @@ class Live:
     refused: Refused | None = None
     error: str | None = None
     left: str = ""  # the consumer ended it: disconnect, slow_reader
+    abort_sent: bool = False  # the engine was told to drop it
     queued_ns: int | None = None
     started_ns: int | None = None
     received: int = 0  # tokens from the engine
@@ -281,8 +282,7 @@ class FrontEnd:
         live.left = reason
         live.news.set()
         if live.key in self.live and not live.ended:
-            self._send({"op": "abort", "key": live.key, "reason": reason})
-            live.ended = True
+            self._abort(live, reason)
 
     def finish(self, live: Live) -> None:
         """The answer ended in its text, which only the front end sees."""
@@ -295,7 +295,7 @@ class FrontEnd:
     def close(self, live: Live) -> None:
         """The request has its end. The engine is told if it does not know: whatever happened, it runs no further."""
         if self.live.pop(live.key, None) is not None and not live.ended:
-            self._send({"op": "abort", "key": live.key, "reason": "front_end"})
+            self._abort(live, "front_end")
         self.flush_emissions(live)
 
     def fail_all(self, message: str) -> None:
@@ -303,8 +303,11 @@ class FrontEnd:
             live.error = live.error or message
             live.news.set()
             if not live.ended:
-                self._send({"op": "abort", "key": live.key, "reason": "shutdown"})
-                live.ended = True
+                self._abort(live, "shutdown")
+
+    def _abort(self, live: Live, reason: str) -> None:
+        live.abort_sent = live.ended = True
+        self._send({"op": "abort", "key": live.key, "reason": reason})
 
     def _send(self, message: Message) -> None:
         if not self.engine.lost.is_set():

@@ -141,6 +141,12 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
             "engine: the last KV of the request was free; absent: it held none when the abort came",
         ),
         Field("socket_closed_ns", "int", "the observer saw the consumer's socket close"),
+        Field(
+            "abort_sent",
+            "bool",
+            "engine: whether its scheduler was told to drop the request; false: it ran nothing of it, since it had not "
+            "heard of it yet or had computed it all; absent: unknown",
+        ),
     ),
     "state": (
         *_REQUEST,

@@ -10,15 +10,23 @@
 --   p99_s       double   seconds
 --   max_s       double   seconds
 --   negative    bigint   requests  in which the later stamp is the earlier one
---   unfinished  bigint   requests  with the first stamp and never the second: from the abort on a leak
+--   not_running bigint   requests  of the cancelled of which the scheduler had nothing to stop
+--   unfinished  bigint   requests  of the others, with the first stamp and never the second: a leak
 -- rules: Three stamps of the engine's clock, so the declared observer may be on another host. Socket: the server saw
 --   the consumer's socket close; a cancel without that (it came by another way, or the server does not stamp it) has no
 --   stretch from it. Abort: the abort reached the scheduler. KV free: the last block of the request was free. By
---   its states a request that was cancelled in WAITING or PREEMPTED held none: it has no stretch to KV free. One that
---   left before the scheduler heard of it has no abort, and is unfinished from the socket on. Requests that no engine
---   observed are left out. Quantiles are these requests' own order statistics. The rows are there without cancels too,
+--   its states a request that was cancelled in WAITING or PREEMPTED held none: it has no stretch to KV free. A consumer may
+--   leave before the scheduler has heard of its request (the server says that it sent no abort), or when all is computed
+--   (so say the states): there was nothing to stop, and no stamp is missing. Requests that no engine observed are left
+--   out. Quantiles are these requests' own order statistics. The rows are there without cancels too,
 --   with n = 0.
 with
+
+computed_all as (
+    select distinct request_id
+    from states
+    where to_state = 'FINISHED'
+),
 
 held_none as (
     select distinct request_id
@@ -32,7 +40,12 @@ cancelled as (
         engine_socket_closed_ns,
         engine_abort_seen_ns,
         engine_kv_freed_ns,
-        request_id in (select held_none.request_id from held_none) as is_without_kv
+        request_id in (select held_none.request_id from held_none) as is_without_kv,
+        engine_abort_seen_ns is null
+        and (
+            not coalesce(engine_abort_sent, true)
+            or request_id in (select computed_all.request_id from computed_all)
+        ) as is_not_running
     from cohort
     where
         engine_observed
@@ -49,6 +62,7 @@ from_to as (
         stretches.position,
         stretches.stretch,
         cancelled.request_id,
+        cancelled.is_not_running,
         case
             when stretches.position > 1 and cancelled.is_without_kv then null
             when stretches.position = 2 then cancelled.engine_abort_seen_ns
@@ -80,7 +94,8 @@ by_stretch as (
         max(case when place = (99 * n + 99) // 100 then stretch_ns end) as p99_ns,
         max(stretch_ns) as max_ns,
         count(*) filter (where stretch_ns < 0) as negative,
-        count(*) filter (where from_ns is not null and to_ns is null) as unfinished
+        count(*) filter (where is_not_running) as not_running,
+        count(*) filter (where from_ns is not null and to_ns is null and not is_not_running) as unfinished
     from ranked
     group by position, stretch
 ),
@@ -95,6 +110,7 @@ final as (
         p99_ns / 1e9 as p99_s,
         max_ns / 1e9 as max_s,
         negative,
+        not_running,
         unfinished
     from by_stretch
 )

@@ -11,7 +11,8 @@
 --   batch_from             bigint   requests  smallest batch size that occurred in the range
 --   batch_to               bigint   requests  largest; ranges are 1, 2, 3-4, 5-8, … 257-512, 513 and more
 --   steps                  bigint   steps
---   judged                 bigint   steps     of those, with work and all four ceilings: the columns from flops_s on are theirs
+--   judged                 bigint   steps     of those, with work, all four ceilings and no capture: the columns from flops_s on are theirs
+--   captured               bigint   steps     of all steps, spent mostly on capturing a program for their shape
 --   step_s                 double   seconds   planning included, in sum
 --   step_mean_s            double   seconds
 --   device_s               double   seconds   the forward passes alone, in sum
@@ -35,14 +36,15 @@
 --   achieved_device_share  double   ratio     least_s / the judged steps' forward passes
 --   binds                  varchar  -         flops, weight, kv or transfer: what holds most of least_s back
 --   binds_share            double   ratio     of least_s in steps that it binds
---   reason                 varchar  -         why nothing was judged: no work recorded, or not calibrated
+--   reason                 varchar  -         why nothing was judged: no work recorded, not calibrated, or only captures
 -- rules: Steps of the window and of its requests' drain. The kind is by prompt and decode tokens; a batch is the requests
 --   in prefill and in decode. Work is what the model's shape implies, ceilings are those in force when the step began, unless given.
 --   Per step: least = max(operations, weights + KV) + transfers, each over its ceiling. Arithmetic runs while memory
 --   moves, weights and KV share the memory, transfers do not hide. The step is bound by transfers where they are the
 --   larger part, else by operations where these take as long as memory or longer, else by the longer of weights and KV
 --   (weights when equal). A step without work is bound by nothing. A share above 1 means that the ceiling does not hold
---   for such steps, as for weights that fit into a cache. Sums of work are over the steps that recorded it.
+--   for such steps, as for weights that fit into a cache. A step that captured a program (its first use, on a GPU) took
+--   the time for that and not for its work: it is counted and not judged. Sums of work are over the steps that recorded it.
 -- source: S. Williams, A. Waterman, D. Patterson, CACM 52(4), 2009, doi:10.1145/1498765.1498785
 with
 
@@ -118,10 +120,15 @@ bounded as (
 judged as (
     select
         bounded.*,
-        case when flops_ns >= weight_ns + kv_ns then flops_ns else weight_ns + kv_ns end
-        + transfer_ns
-        + 0 * flops_ns as least_ns,
         case
+            when captured then null
+            else
+                case when flops_ns >= weight_ns + kv_ns then flops_ns else weight_ns + kv_ns end
+                + transfer_ns
+                + 0 * flops_ns
+        end as least_ns,
+        case
+            when captured then null
             when flops_ns is null or weight_ns is null or kv_ns is null or transfer_ns is null then null
             when flops_ns = 0 and weight_ns = 0 and kv_ns = 0 and transfer_ns = 0 then null
             when transfer_ns > flops_ns and transfer_ns > weight_ns + kv_ns then 'transfer'
@@ -152,6 +159,7 @@ by_class as (
         max(batch_size) as batch_to,
         count(*) as steps,
         count(least_ns) as judged,
+        count(*) filter (where captured) as captured,
         count(linear_flops + attention_flops + weight_bytes + kv_read_bytes + kv_write_bytes + transfer_bytes)
             as with_work,
         cast(sum(duration_ns) as bigint) as step_ns,
@@ -186,6 +194,7 @@ final as (
         by_class.batch_to,
         by_class.steps,
         by_class.judged,
+        by_class.captured,
         by_class.step_ns / 1e9 as step_s,
         by_class.step_ns / 1e9 / by_class.steps as step_mean_s,
         by_class.device_ns / 1e9 as device_s,
@@ -212,6 +221,7 @@ final as (
         case
             when by_class.judged > 0 then null
             when by_class.with_work = 0 then 'no work recorded'
+            when by_class.captured = by_class.with_work then 'only captures'
             else 'not calibrated'
         end as reason
     from by_class

@@ -22,6 +22,7 @@
 --   step_prefill_tokens  bigint   tokens
 --   step_decode_requests bigint   requests
 --   step_fault           varchar  -         a fault injected into it: evidence, never a cause
+--   step_captured        boolean  -         it captured a program for its shape, at its first use: evidence of a slow step
 --   kv_blocks_free_min   bigint   blocks    lowest during the gap
 --   preempted_requests   bigint   requests  preempted during the gap, of any request
 -- rules: The engine is the one whose steps ran the request, by the most steps where a hedge ran in two; without recorded
@@ -96,6 +97,7 @@ run_steps as (
         preempted,
         gap_before_ns,
         fault,
+        captured,
         prefill_ns,
         median_decode_step_ns
     from run_steps
@@ -215,6 +217,7 @@ step_times as (
         max(case when place = 1 then prefill_tokens end) as step_prefill_tokens,
         max(case when place = 1 then decode_requests end) as step_decode_requests,
         max(case when place = 1 then fault end) as step_fault,
+        coalesce(bool_or(captured) filter (where place = 1), false) as step_captured,
         min(kv_blocks_free) as kv_blocks_free_min,
         cast(sum(coalesce(preempted, 0)) as bigint) as preempted_requests
     from overlapping
@@ -245,6 +248,7 @@ with_times as (
         step_times.step_prefill_tokens,
         step_times.step_decode_requests,
         step_times.step_fault,
+        step_times.step_captured,
         step_times.kv_blocks_free_min,
         step_times.preempted_requests
     from stalls
@@ -296,6 +300,7 @@ final as (
         step_prefill_tokens,
         step_decode_requests,
         step_fault,
+        step_captured,
         kv_blocks_free_min,
         preempted_requests
     from named

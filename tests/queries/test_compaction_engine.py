@@ -38,10 +38,11 @@ def test_a_cancel_keeps_the_three_stamps_of_the_engine_and_no_socket_of_another_
         write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
         sidecar.write(records.make("late", request_id=new_id(1), observer="sidecar", socket_closed_ns=3))
     with JournalWriter(tmp_path, "engine", FakeClock(clock_id="e")) as engine:
-        engine.write(records.make("late", request_id=new_id(1), observer="engine", socket_closed_ns=20))
+        engine.write(records.make("late", request_id=new_id(1), observer="engine", socket_closed_ns=20, abort_sent=True))
         engine.write(records.make("late", request_id=new_id(1), observer="engine", abort_seen_ns=25, kv_freed_ns=40))
     compact(tmp_path)
-    assert one(tmp_path, "engine_socket_closed_ns, engine_abort_seen_ns, engine_kv_freed_ns") == (20, 25, 40)
+    columns = "engine_socket_closed_ns, engine_abort_sent, engine_abort_seen_ns, engine_kv_freed_ns"
+    assert one(tmp_path, columns) == (20, True, 25, 40)
 
 
 def test_steps_are_joined_to_their_requests_and_states_and_decisions_keep_what_was_recorded(tmp_path: Path) -> None:

@@ -152,9 +152,16 @@ class FrontRig:
 
     def socket_closed_ns(self, request_id: str) -> int | None:
         """After its end."""
-        stamps = [late["socket_closed_ns"] for late in self.records("late", request_id)]
-        assert len(stamps) <= 1
-        return stamps[0] if stamps else None
+        return self._left(request_id, "socket_closed_ns")
+
+    def abort_sent(self, request_id: str) -> bool | None:
+        """After its end: what its record says; None where the consumer did not leave."""
+        return self._left(request_id, "abort_sent")
+
+    def _left(self, request_id: str, name: str) -> Any:
+        told = [late[name] for late in self.records("late", request_id)]
+        assert len(told) <= 1
+        return told[0] if told else None
 
 
 class Client:

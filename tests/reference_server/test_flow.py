@@ -249,6 +249,7 @@ def test_the_engine_hears_of_who_leaves_in_every_phase(rig: FrontRig, phase: str
     assert (end["outcome"], end["reason"]) == ("cancelled", "disconnect")
     closed_ns = rig.socket_closed_ns(key)
     assert closed_ns is not None and left_ns <= closed_ns <= end["end_ns"]
+    assert rig.abort_sent(key) is True
     assert rig.undelivered() == 0
     begun(rig)  # the next that the engine hears
     assert end["output_tokens"] == rig.taken.get(key, 0)
@@ -272,7 +273,7 @@ def test_who_leaves_while_its_prompt_is_encoded_is_never_run(rig: FrontRig) -> N
     client.leave("close")
     (end,) = until(lambda: rig.journal("end"))
     assert (end["outcome"], end["reason"]) == ("cancelled", "disconnect")
-    assert rig.socket_closed_ns(end["request_id"]) is not None
+    assert rig.socket_closed_ns(end["request_id"]) is not None and rig.abort_sent(end["request_id"]) is False
     begun(rig)  # the first that the engine hears
 
 
@@ -285,7 +286,7 @@ def test_who_leaves_before_it_has_taken_the_end_did_not_get_it(rig: FrontRig, ho
     end = rig.end_of(key)
     assert (end["outcome"], end["reason"]) == ("cancelled", "disconnect") and 0 < end["output_tokens"] < FILL
     closed_ns = rig.socket_closed_ns(key)
-    assert closed_ns is not None and left_ns <= closed_ns
+    assert closed_ns is not None and left_ns <= closed_ns and rig.abort_sent(key) is False
     begun(rig)  # the next that the engine hears
 
 
