@@ -42,7 +42,7 @@ e2e = "600s"
 [classes.{NON_READER}]
 e2e = "600s"
 """
-RECEIVE_BUFFER, SEND_BUFFER = 2048, 4096  # bytes: small, so that the kernel hides few tokens
+RECEIVE_BUFFER = 2048  # bytes: small, so that the kernel hides few tokens
 PATIENCE_S = 60
 UNDELIVERED = "sloscope_engine_undelivered_tokens"
 ALONE, BESIDE = "alone", "beside"
@@ -121,7 +121,7 @@ def run_servers(asked: argparse.Namespace, folder: Path, contract: Contract) -> 
         servers = {}
         for window in (0, asked.window):
             flow = ("--max-undelivered", str(window), "--slow-reader-after", asked.slow_reader_after)
-            options = ("--contract", str(promised), "--send-buffer", str(SEND_BUFFER), *flow)
+            options = ("--contract", str(promised), *flow)
             url = stack.enter_context(served(asked, folder / f"{window}", *options))
             transport = ReceiptTransport(folder / f"{window}", contract)
             servers[window] = Server(asked, url, stack.enter_context(httpx.Client(transport=transport, timeout=60)))
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = served_options(__doc__)
     parser.add_argument("--readers", type=int, default=8, help="clients that read (default: 8)")
     parser.add_argument("--tokens", type=int, default=100, help="of their answers (default: 100)")
-    parser.add_argument("--silent-tokens", type=int, default=600, help="asked for and never read (default: 600)")
+    parser.add_argument("--silent-tokens", type=int, default=1500, help="asked for and never read (default: 1500)")
     parser.add_argument("--window", type=int, default=256, help="--max-undelivered of the second server (default: 256)")
     parser.add_argument("--slow-reader-after", default="1s", help="of both servers (default: 1s)")
     parser.add_argument("--rounds", type=int, default=5, help="of each kind, in turns (default: 5)")
