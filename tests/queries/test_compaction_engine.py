@@ -38,7 +38,9 @@ def test_a_cancel_keeps_the_three_stamps_of_the_engine_and_no_socket_of_another_
         write_request(sidecar, "sidecar", new_id(1), 0, [10 * MS], end=left)
         sidecar.write(records.make("late", request_id=new_id(1), observer="sidecar", socket_closed_ns=3))
     with JournalWriter(tmp_path, "engine", FakeClock(clock_id="e")) as engine:
-        engine.write(records.make("late", request_id=new_id(1), observer="engine", socket_closed_ns=20, abort_sent=True))
+        engine.write(
+            records.make("late", request_id=new_id(1), observer="engine", socket_closed_ns=20, abort_sent=True)
+        )
         engine.write(records.make("late", request_id=new_id(1), observer="engine", abort_seen_ns=25, kv_freed_ns=40))
     compact(tmp_path)
     columns = "engine_socket_closed_ns, engine_abort_sent, engine_abort_seen_ns, engine_kv_freed_ns"
