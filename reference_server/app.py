@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from reference_server.answer import MAX_BODY_BYTES, Answer, Hop
 from reference_server.faults import MAX_DELAY_NS
 from reference_server.front_end import FrontEnd
-from reference_server.openai_api import ApiError
+from reference_server.openai_api import ApiError, shown
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -222,7 +222,7 @@ def _stall_ns(body: bytes) -> int:
         raise ApiError(400, f"body: not JSON; {accepted}") from None
     stall_ms = document.get("stall_ms") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(stall_ms, (int, float)) or isinstance(stall_ms, bool) or not 0 < stall_ms * 1e6 <= MAX_DELAY_NS:
-        raise ApiError(400, f"stall_ms: {stall_ms!r} is not accepted; {accepted}", param="stall_ms")
+        raise ApiError(400, f"stall_ms: {shown(stall_ms)} is not accepted; {accepted}", param="stall_ms")
     return round(stall_ms * 1e6)
 
 

@@ -6,6 +6,7 @@ what is accepted: an answer that silently ignores a parameter is a wrong answer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any
 
 import orjson
@@ -89,11 +90,24 @@ _COMMON = (
 _ROLES = ("system", "developer", "user", "assistant")
 
 
+# A body may be nested deeper than `repr` can follow, and be megabytes long.
+_REPR = Repr()
+_REPR.maxstring = _REPR.maxother = 60
+
+
+def shown(value: object) -> str:
+    """A value that was sent, short enough for one line."""
+    text = _REPR.repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
 def _refuse(field: str, value: object, accepted: str) -> ApiError:
-    # What people wrote is not echoed: answers get logged by others.
-    shown = f"this {type(value).__name__}" if field in ("prompt", "messages") else repr(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}…"
-    return ApiError(400, f"{field}: {shown} is not accepted; accepted: {accepted}", param=field)
+    return ApiError(400, f"{field}: {shown(value)} is not accepted; accepted: {accepted}", param=field)
+
+
+def _refuse_unseen(field: str, value: object, accepted: str) -> ApiError:
+    """For a value that may be what people wrote. It is not echoed: answers get logged by others."""
+    return ApiError(400, f"{field}: this {type(value).__name__} is not accepted; accepted: {accepted}", param=field)
 
 
 def parse_body(body: bytes, chat: bool) -> CompletionRequest:
@@ -110,12 +124,13 @@ def parse_body(body: bytes, chat: bool) -> CompletionRequest:
         if name in known or name in _IGNORED:
             continue
         if name not in _NEUTRAL:
-            raise _refuse(name[:60], value, f"only {', '.join(known)}")
+            raise _refuse_unseen(name[:60], value, f"only {', '.join(known)}")
         # True == 1 in Python, but not in JSON.
         if not any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _NEUTRAL[name]
         ):
-            raise _refuse(name, value, " or ".join(orjson.dumps(v).decode() for v in _NEUTRAL[name]))
+            refuse = _refuse_unseen if name == "suffix" else _refuse  # a suffix is text of a prompt
+            raise refuse(name, value, " or ".join(orjson.dumps(v).decode() for v in _NEUTRAL[name]))
     model = given.get("model")
     if not isinstance(model, str):
         raise _refuse("model", model, "the name of a model, see /v1/models")
@@ -201,16 +216,16 @@ def _prompt(value: Any) -> str | list[int]:
         return value
     if isinstance(value, list) and value and all(_is_int(item) for item in value):
         return value
-    raise _refuse("prompt", value, "one text or one list of token ids, not empty")
+    raise _refuse_unseen("prompt", value, "one text or one list of token ids, not empty")
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise _refuse("messages", value, "a list of messages, not empty")
+        raise _refuse_unseen("messages", value, "a list of messages, not empty")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict):
-            raise _refuse(f"messages[{i}]", message, "an object with role and content")
+            raise _refuse_unseen(f"messages[{i}]", message, "an object with role and content")
         role = message.get("role")
         if role not in _ROLES:
             raise _refuse(f"messages[{i}].role", role, ", ".join(_ROLES))

@@ -58,7 +58,7 @@ def test_a_parameter_that_asks_for_nothing_is_accepted(field: dict[str, Any]) ->
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role: 'robot' is not accepted"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content: accepted"),
         ({"prompt": "x"}, "prompt: this str is not accepted; accepted: only model, stream"),
-        ({"guided_json": {}}, "guided_json: {} is not accepted; accepted: only model, stream"),
+        ({"guided_json": {}}, "guided_json: this dict is not accepted; accepted: only model, stream"),
         ({"model": 7}, "model: 7 is not accepted; accepted: the name of a model, see /v1/models"),
     ],
 )  # fmt: skip
@@ -92,10 +92,27 @@ def test_the_smaller_of_both_caps_counts() -> None:
     assert parse(CHAT | {"max_tokens": 5, "max_completion_tokens": 3}).max_tokens == 3
 
 
-def test_a_refused_content_is_never_echoed() -> None:
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"messages": [{"role": "user", "content": {"text": "my secret"}}]}, {"messages": ["my secret"]},
+        {"messages": "my secret"}, {"suffix": "my secret"}, {"input": "my secret"}, {"prompt": "my secret"},
+    ],
+)  # fmt: skip
+def test_a_refused_content_is_never_echoed(field: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as refused:
-        parse(CHAT | {"messages": [{"role": "user", "content": {"text": "my secret"}}]})
+        parse(CHAT | field)
     assert "secret" not in refused.value.message
+
+
+@pytest.mark.parametrize("opened", [b"[", b'{"a":'])
+@pytest.mark.parametrize("name", [b"n", b"stop", b"model", b"unknown"])
+def test_a_value_nested_as_deep_as_json_may_be_is_refused_like_any_other(name: bytes, opened: bytes) -> None:
+    deep = opened * 1000 + b"1" + (b"]" if opened == b"[" else b"}") * 1000
+    with pytest.raises(ApiError) as refused:
+        parse_body(b'{"model":"m","messages":[{"role":"user","content":"x"}],"%s":%s}' % (name, deep), chat=True)
+    assert refused.value.status == 400 and refused.value.param == name.decode()
+    assert len(refused.value.message) < 300
 
 
 def _payload(event: bytes) -> Any:
