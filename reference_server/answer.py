@@ -301,7 +301,7 @@ class Answer(Response):
     async def _record_begin(self, known: Mapping[str, Any]) -> None:
         front, headers = self._front, self._asked_headers
         retry_of = headers.get("x-sloscope-retry-of", "")
-        retries = headers.get("x-stainless-retry-count", "")
+        retries = _count(headers.get("x-stainless-retry-count", ""))
         await front.begin(
             records.make(
                 "begin",
@@ -315,7 +315,7 @@ class Answer(Response):
                 arrived_ns=self._hop.arrived_ns,
                 body_complete_ns=self._hop.body_complete_ns,
                 tenant=headers.get("x-slo-tenant", "")[:256] or None,
-                labels={"retry_count": int(retries)} if retries.isdecimal() and retries.strip("0") else None,
+                labels={"retry_count": retries} if retries else None,
                 path="/v1/chat/completions" if self._chat else "/v1/completions",
                 **known,
             )
@@ -360,3 +360,8 @@ class Answer(Response):
             bytes=end.bytes,
             loop_lag_max_ns=live.loop_lag_max_ns,
         )
+
+
+def _count(text: str) -> int:
+    """0 for what is no count; more digits than a record can hold are none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 7 else 0

@@ -58,6 +58,7 @@ def _delay(text: str, field: str) -> int:
 
 
 def _token(at: str, text: str, field: str) -> int:
-    if not at.isascii() or not at.isdigit() or not 1 <= int(at) <= 1_000_000:
+    # Python refuses to read numbers of thousands of digits.
+    if not at.isascii() or not at.isdigit() or len(at) >= 20 or not 1 <= int(at) <= 1_000_000:
         raise ConfigError(f"{field}: {text[:60]!r}: token {at[:20]!r} is not a number from 1; {_ACCEPTED}")
     return int(at)

@@ -149,6 +149,7 @@ def test_limits_of_a_request_are_resolved_with_the_contract(served: Served) -> N
         ({"x-slo-class": "gold"}, {}, 400, "x-slo-class: 'gold' is unknown; accepted: default"),
         ({"x-slo-ttft-ms": "fast"}, {}, 400, "x-slo-ttft-ms: 'fast' is not accepted"),
         ({"x-sloscope-stop-after": "0"}, {}, 400, "x-sloscope-stop-after: '0' is not accepted"),
+        ({"x-sloscope-stop-after": "9" * 5000}, {}, 400, "x-sloscope-stop-after: '9999"),
         ({"x-sloscope-fault": "boom"}, {}, 400, "x-sloscope-fault: 'boom' is not accepted"),
     ],
 )
@@ -480,3 +481,11 @@ def test_a_retry_names_what_it_retries(plain: Served) -> None:
     response = plain.text(headers=headers)
     (begin,) = plain.records("begin", response.headers["x-sloscope-request-id"])
     assert begin["retry_of"] == first and begin["labels"] == {"retry_count": 2}
+
+
+@pytest.mark.parametrize("count", ["0", "x", "²", "-1", "9" * 20, "9" * 5000])
+def test_a_retry_count_that_is_none_is_left_out(plain: Served, count: str) -> None:
+    response = plain.text(headers={"x-stainless-retry-count": count.encode("latin-1")})
+    assert response.status_code == 200
+    (begin,) = plain.records("begin", response.headers["x-sloscope-request-id"])
+    assert begin.get("labels") is None
