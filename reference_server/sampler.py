@@ -14,6 +14,7 @@ from reference_server.step_types import SamplingParams
 TOP_P_FIRST_LOOK = 512
 
 TEMPERATURE, TOP_P, DRAW, MASK_EOS = range(4)
+_LEAST = np.finfo(np.float32).tiny
 
 
 def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
@@ -36,6 +37,8 @@ def uniform_draws(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.
 def sampling_values(params: Sequence[SamplingParams], positions: Sequence[int]) -> NDArray[np.float64]:
     """[rows, 4]: temperature, top_p, draw, mask_eos. `positions` are those that the chosen tokens will take."""
     values = np.array([(p.temperature, p.top_p, 0.0, p.mask_eos) for p in params], dtype=np.float64).reshape(-1, 4)
+    # The logits are float32, and there a positive number must not turn into 0, which means something else.
+    values[:, : TOP_P + 1] = np.where(values[:, : TOP_P + 1] > 0, np.maximum(values[:, : TOP_P + 1], _LEAST), 0.0)
     drawn = [i for i, p in enumerate(params) if p.temperature > 0]
     if drawn:
         values[drawn, DRAW] = uniform_draws([params[i].seed for i in drawn], [positions[i] for i in drawn])

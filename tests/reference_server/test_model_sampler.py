@@ -72,6 +72,12 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     assert chosen(rows, [SamplingParams(temperature=1e-30)], [0]) == [0]
 
 
+@pytest.mark.parametrize("tiny", [{"temperature": 1e-50}, {"temperature": 5e-324}, {"top_p": 1e-50}])
+def test_what_is_zero_in_single_precision_still_takes_the_likeliest(tiny: dict[str, float]) -> None:
+    params = [SamplingParams(**{"temperature": 1.0, "seed": seed} | tiny) for seed in range(100)]
+    assert set(chosen(logits_of(0.3, 0.6, 0.1).repeat(100, 1), params, [0] * 100)) == {1}
+
+
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 2048, generator=generator)
