@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine_steps import cost_model, options_of, save
+from benchmarks.engine_steps import cost_model
+from benchmarks.kept import options_of, save
 from benchmarks.load import (
     SERVER,
     Learning,

@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.engine_steps import RealEngine, describe_fit, options_of, save
+from benchmarks.engine_steps import RealEngine, describe_fit
+from benchmarks.kept import options_of, save
 from reference_server.cost_fit import HeldOutFit, fit_held_out
 from reference_server.cost_model import CostModel, StepShape
 from reference_server.kv_blocks import BLOCK_TOKENS, BlockPool

@@ -1,12 +1,8 @@
 """The scheduler and the forward pass in this process, step by step, and what the steps cost."""
 
-import argparse
 import json
-import os
-import platform
 import random
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -102,16 +98,3 @@ def describe_fit(fitted: HeldOutFit) -> str:
         f"cost model: {terms}; error over {error.n} steps that the fit did not see: median "
         f"{error.median or 0:.1%}, p90 {error.p90 or 0:.1%}, bias {error.bias or 0:+.1%}"
     )
-
-
-def options_of(asked: argparse.Namespace) -> dict[str, object]:
-    return {"options": {name: str(value) for name, value in vars(asked).items()}}
-
-
-def save(path: Path | None, benchmark: str, rows: Mapping[str, object], **about: object) -> None:
-    """Rows and machine, as JSON."""
-    if path is None:
-        return
-    machine = {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), "torch": torch.__version__}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": benchmark, "machine": machine, **about, **rows}, indent=1) + "\n")

@@ -20,7 +20,8 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.books import Books
-from benchmarks.engine_steps import cost_model, options_of, save
+from benchmarks.engine_steps import cost_model
+from benchmarks.kept import options_of, save
 from benchmarks.load import SERVER, Server, arrivals, common_options, full_step_ns, planned, simulate, synthetic
 from reference_server.cost_model import CostModel, StepShape
 from reference_server.fairness import QUANTUM, ServiceUnit, service_gap_bound

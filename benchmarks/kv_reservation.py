@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.engine_steps import options_of, save
+from benchmarks.kept import options_of, save
 from benchmarks.load import earlier_curve, synthetic
 from benchmarks.served import (
     PATIENT,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine_steps import options_of, save
+from benchmarks.kept import options_of, save
 from reference_server.attention import PagedKV, Span
 from reference_server.model_config import ModelConfig
 from sloscope.output import FORMATS, message, print_rows

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.admission import calibration
-from benchmarks.engine_steps import options_of, save
+from benchmarks.kept import options_of, save
 from benchmarks.load import synthetic
 from benchmarks.served import (
     WHOLE_S,

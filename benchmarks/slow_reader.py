@@ -24,7 +24,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.engine_steps import options_of, save
+from benchmarks.kept import options_of, save
 from benchmarks.served import Row, positive, questions, rounded, run, served, served_options, stays
 from reference_server.kv_blocks import BLOCK_TOKENS
 from sloscope.client import ReceiptTransport
