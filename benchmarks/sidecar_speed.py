@@ -1,0 +1,240 @@
+"""What the sidecar adds to every event, and what an event costs it, beside nginx, haproxy and other proxies.
+
+A source streams through one proxy at a time to a sink; both stamp every event on one clock, so the delay is from the
+source's write to the read that completed the event at the sink. Events of the measured seconds count, after the streams
+have opened. Sides take turns in every round; figures are medians of the rounds, ratios medians of the ratios to nginx
+within a round. CPU is of all processes of a side (of the sidecar: supervisor, data plane and control plane, which
+is scraped once a second), per event that reached the sink. `recorded`: receipts in the sidecar's journal for each
+event that the sink received. On a machine with two cores or more the proxy has one for itself.
+
+`python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kept import options_of, save
+from benchmarks.streaming import proxies
+from sloscope.definitions import nearest_rank
+from sloscope.journal import Tail, journal_files, read_journal
+from sloscope.output import FORMATS, message, print_rows
+
+Row = dict[str, Any]
+Start = Callable[[str, Path], AbstractContextManager[proxies.Side]]
+OPENING_S, SETTLING_S, AFTER_S = 1.0, 1.0, 5.0
+REFERENCE = "nginx"
+
+
+def descendants(pid: int) -> list[int]:
+    """`pid` and all below it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for known in found:
+        found += [child for child, parent in parents.items() if parent == known]
+    return found
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pids: Sequence[int]) -> int:
+    """Proportional set size: pages that processes share count once."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
+    return total
+
+
+@contextlib.contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Children that are started within run there."""
+    before = os.sched_getaffinity(0)
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextlib.contextmanager
+def source(asked: argparse.Namespace, events: int) -> Iterator[str]:
+    command = [sys.executable, "-m", "benchmarks.streaming.source", "--events", str(events), "--rate", str(asked.rate)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        yield process.stderr.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+class Scraper(threading.Thread):
+    """Prometheus, as far as the sidecar is concerned."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._over = url, threading.Event()
+
+    def run(self) -> None:
+        while not self._over.wait(1):
+            with contextlib.suppress(OSError), urllib.request.urlopen(self._url, timeout=5) as answer:
+                answer.read()
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join()
+
+
+def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, int | None]) -> Row:
+    """One side, once."""
+    lead_s = OPENING_S + SETTLING_S
+    events = round((lead_s + asked.seconds + AFTER_S / 2) * asked.rate)
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        with on_core(cores[0]):
+            url = stack.enter_context(source(asked, events))
+        with on_core(cores[1]):
+            side = stack.enter_context(start(url, folder))
+        pids = descendants(side.pid) if side.pid else []
+        with urllib.request.urlopen(f"{side.url}/v1/models", timeout=30) as answer:
+            answer.read()
+        if side.control:
+            scraper = Scraper(f"{side.control}/metrics")
+            scraper.start()
+            stack.callback(scraper.stop)
+        out = folder / "received"
+        patience_s = events / asked.rate + OPENING_S + AFTER_S
+        options = ["--streams", str(asked.streams), "--seconds", str(patience_s)]
+        with on_core(cores[0]):
+            sink = subprocess.Popen([sys.executable, "-m", "benchmarks.streaming.sink", side.url, str(out), *options])
+        began_ns = time.monotonic_ns() + round(lead_s * 1e9)
+        time.sleep(lead_s)
+        before_s = cpu_s(pids)
+        time.sleep(asked.seconds)
+        spent_s, ended_ns = cpu_s(pids) - before_s, time.monotonic_ns()
+        memory = resident_bytes(pids)
+        assert sink.wait() == 0, "the sink failed"
+        rows = [line.split() for line in out.read_text().splitlines()]
+        stack.close()  # what the sidecar still has to write is written
+        recorded = receipts(proxies.events_of(folder)) if side.control else None
+    delays_us = sorted((int(got) - int(sent)) / 1e3 for _, sent, got in rows if began_ns <= int(sent) < ended_ns)
+    arrived = sum(began_ns <= int(got) < ended_ns for _, _, got in rows)
+    assert delays_us, f"{side.name}: nothing came"
+    return {
+        "side": side.name,
+        "events_per_s": arrived / asked.seconds,
+        "lost": asked.streams * events - len(rows),
+        "delay_p50_us": delays_us[nearest_rank(500, len(delays_us)) - 1],
+        "delay_p99_us": delays_us[nearest_rank(990, len(delays_us)) - 1],
+        "cpu_us_per_event": spent_s / arrived * 1e6 if pids else None,
+        "memory_mib": memory / 2**20 if pids else None,
+        "recorded": recorded / len(rows) if recorded is not None else None,
+    }
+
+
+def receipts(events: Path) -> int:
+    """Of the journal of a sidecar that has ended."""
+    return sum(
+        len(record["t_ns"])
+        for path in journal_files(events)
+        if path.parent.name == "sidecar"
+        for record in read_journal(Tail(path))
+        if record["kind"] == "chunks"
+    )
+
+
+def summary(rounds: Sequence[Sequence[Row]]) -> list[Row]:
+    """Medians by side, and against nginx where it ran."""
+    rows = []
+    for column, first in enumerate(rounds[0]):
+        of_side = [measured[column] for measured in rounds]
+        row: Row = {"side": first["side"]}
+        for name in (
+            "events_per_s",
+            "lost",
+            "delay_p50_us",
+            "delay_p99_us",
+            "cpu_us_per_event",
+            "memory_mib",
+            "recorded",
+        ):
+            values = [measured[name] for measured in of_side if measured[name] is not None]
+            row[name] = round(statistics.median(values), 3 if name == "recorded" else 1) if values else None
+        for name, ratio in (("delay_p99_us", "p99_x_nginx"), ("cpu_us_per_event", "cpu_x_nginx")):
+            pairs = [(measured[column], r) for measured in rounds for r in measured if r["side"] == REFERENCE]
+            ratios = [mine[name] / nginx[name] for mine, nginx in pairs if mine[name] and nginx[name]]
+            row[ratio] = round(statistics.median(ratios), 2) if ratios else None
+        rows.append(row)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=100, help="(default: 100)")
+    parser.add_argument("--rate", type=float, default=50, help="events per second of a stream (default: 50)")
+    parser.add_argument("--seconds", type=float, default=10, help="measured, of each side and round (default: 10)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--sides", nargs="+", default=["direct", "nginx", "haproxy", "sidecar", "starlette"])
+    parser.add_argument("--litellm-python", type=Path, help="interpreter of an installation with litellm[proxy]")
+    parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
+    asked = parser.parse_args(arguments)
+    known: dict[str, Start] = {
+        "direct": proxies.direct,
+        "nginx": proxies.nginx,
+        "haproxy": proxies.haproxy,
+        "sidecar": proxies.sidecar,
+        "starlette": proxies.starlette,
+    }
+    if asked.litellm_python is not None:
+        known["litellm"] = proxies.litellm(asked.litellm_python)
+        asked.sides.append("litellm")
+    sides: dict[str, Start] = {}
+    for name in asked.sides:
+        if name not in known:
+            parser.error(f"--sides: {name!r} is not accepted; accepted: {', '.join(known)}")
+        if why := proxies.missing(name):
+            message(f"{why}: left out")
+        else:
+            sides[name] = known[name]
+    allowed = sorted(os.sched_getaffinity(0))
+    cores: tuple[int | None, int | None] = (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
+    rounds = []
+    for number in range(asked.rounds):
+        rounds.append([measure(start, asked, cores) for start in sides.values()])
+        message(f"round {number + 1} of {asked.rounds}")
+    rows = summary(rounds)
+    title = f"{asked.streams} streams of {asked.rate:g} events/s, {asked.seconds:g} s, medians of {asked.rounds} rounds"
+    print_rows(rows, asked.format, title=title)
+    save(asked.save, "sidecar_speed", {"rows": rows, "rounds": rounds}, **options_of(asked))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
