@@ -126,10 +126,11 @@ class ReceiptFamilies:
         if summary.span_ns is not None and summary.span_tokens is not None and summary.span_tokens > 1:
             # Rounded up, so that a value is below a bucket edge exactly when `judge` says it meets that limit.
             store.observe(self._tpot, -(-summary.span_ns // (summary.span_tokens - 1)), labels)
-        if len(t_ns) > 1:
-            store.observe_many(self._icl, event_gaps_ns(t_ns, choice), labels)
+        gaps_ns = event_gaps_ns(t_ns, choice)
+        store.observe_many(self._icl, gaps_ns, labels)
         if event_tokens is not None:
-            store.observe_many(self._itl, token_gaps_ns(t_ns, choice, event_tokens), labels)
+            is_one_each = event_tokens.count(1) == len(event_tokens)  # then the two are the same
+            store.observe_many(self._itl, gaps_ns if is_one_each else token_gaps_ns(t_ns, choice, event_tokens), labels)
         return verdict
 
 

@@ -4,9 +4,10 @@ Every function takes stamps of one monotonic clock. Undefined is None, never 0: 
 latency exactly when service failed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, comb, log, sqrt
+from operator import sub
 from typing import NamedTuple
 
 from sloscope.contract import Limits
@@ -60,20 +61,14 @@ def summarise(
     """
     if not t_ns:
         return Summary(tokens=total_tokens, e2e_ns=None if completed_ns is None else completed_ns - start_ns)
-    first: dict[int, int] = {}
-    visible: dict[int, int] = {}
-    last: dict[int, int] = {}
-    itl_max: int | None = None
-    for stamp, index, type_ in zip(t_ns, choice, types, strict=True):
-        if index in last:
-            gap = stamp - last[index]
-            if itl_max is None or gap > itl_max:
-                itl_max = gap
-        else:
-            first[index] = stamp
-        last[index] = stamp
-        if type_ != REASONING and index not in visible:
-            visible[index] = stamp
+    of_choice = _by_choice(t_ns, choice)
+    first = {index: stamps[0] for index, stamps in of_choice.items()}
+    last = {index: stamps[-1] for index, stamps in of_choice.items()}
+    visible = first
+    if REASONING in types:
+        seen = [(stamp, index) for stamp, index, kind in zip(t_ns, choice, types, strict=True) if kind != REASONING]
+        visible = {index: stamps[0] for index, stamps in _by_choice(*zip(*seen, strict=True)).items()} if seen else {}
+    itl_max = max((max(_gaps(stamps)) for stamps in of_choice.values() if len(stamps) > 1), default=None)
     span_ns, span_tokens = _worst_span(first, last, choice, n_choices, total_tokens, event_tokens)
     return Summary(
         events=len(t_ns),
@@ -126,28 +121,36 @@ def tpot_s(span_ns: int | None, tokens: int | None) -> float | None:
 
 def token_gaps_ns(t_ns: Sequence[int], choice: Sequence[int], event_tokens: Sequence[int]) -> list[int]:
     """ITL: k tokens in one event are k − 1 gaps of 0 and one gap of the ICL; the first event of a choice opens none
-    but its zeros.
+    but its zeros. An event without tokens opens and ends none.
     """
-    gaps: list[int] = []
-    last: dict[int, int] = {}
-    for stamp, index, tokens in zip(t_ns, choice, event_tokens, strict=True):
-        if index in last and tokens > 0:
-            gaps.append(stamp - last[index])
-        gaps.extend([0] * (tokens - 1))
-        if tokens > 0:
-            last[index] = stamp
-    return gaps
+    timed = [(stamp, index) for stamp, index, tokens in zip(t_ns, choice, event_tokens, strict=True) if tokens > 0]
+    if not timed:
+        return []
+    return event_gaps_ns(*zip(*timed, strict=True)) + [0] * (sum(event_tokens) - len(timed))
 
 
 def event_gaps_ns(t_ns: Sequence[int], choice: Sequence[int]) -> list[int]:
-    """ICL: gaps between consecutive receipts of one choice."""
+    """ICL: gaps between consecutive receipts of one choice; one choice after the other."""
     gaps: list[int] = []
-    last: dict[int, int] = {}
-    for stamp, index in zip(t_ns, choice, strict=True):
-        if index in last:
-            gaps.append(stamp - last[index])
-        last[index] = stamp
+    for stamps in _by_choice(t_ns, choice).values():
+        gaps.extend(_gaps(stamps))
     return gaps
+
+
+def _by_choice(t_ns: Sequence[int], choice: Sequence[int]) -> dict[int, Sequence[int]]:
+    """Stamps of each choice, in order of receipt. Nearly every answer has one, and then nothing is copied."""
+    if not t_ns:
+        return {}
+    if choice.count(choice[0]) == len(choice):
+        return {choice[0]: t_ns}
+    stamps: dict[int, list[int]] = {}
+    for stamp, index in zip(t_ns, choice, strict=True):
+        stamps.setdefault(index, []).append(stamp)
+    return {**stamps}
+
+
+def _gaps(stamps: Sequence[int]) -> Iterable[int]:
+    return map(sub, stamps[1:], stamps)
 
 
 # --- one request: how it ended -----------------------------------------------------------------------------
