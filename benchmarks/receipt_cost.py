@@ -2,7 +2,7 @@
 
 Ours: from the stamps of a request that ended to all its receipt families (gaps of events and of tokens, first
 token, largest gap, time per token, end to end, outcome, verdict), then what a scrape adds: binning, the hand-over to
-the other process, the exposition. Theirs: one `labels(class, model, tenant).observe(gap)` of prometheus-client for every
+the other process, the exposition. Theirs: one `labels(class, model, tenant).observe(gap)` of prometheus-client for each
 token, into one histogram with the same edges, and its exposition; `bound` is the same without the look-up of the child.
 Both sides see the same gaps, and are scraped after as many of them. They take turns; medians of the runs.
 
