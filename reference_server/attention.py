@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from reference_server.model_config import ModelConfig
+from sloscope.errors import ConfigError
 
 Ints = NDArray[np.int64]
 
@@ -115,7 +116,14 @@ class PagedKV:
         self.dtype = dtype
         self.device = device
         shape = (config.layers, 2, kv_blocks + 1, config.kv_heads, block_tokens, config.head_dim)
-        self._pools = _zero_pages(shape, dtype, device).unbind(0)
+        try:
+            self._pools = _zero_pages(shape, dtype, device).unbind(0)
+        except (OSError, OverflowError, torch.OutOfMemoryError):
+            size = math.prod(shape) * dtype.itemsize
+            raise ConfigError(
+                f"kv_blocks: {kv_blocks} of {block_tokens} tokens take {size / 2**30:.3g} GiB; "
+                "accepted: what the device has room for"
+            ) from None
         block = config.kv_heads * block_tokens
         self._block_bytes = 2 * block * config.head_dim * dtype.itemsize  # in one layer
         heads = torch.arange(config.kv_heads, device=device)

@@ -15,6 +15,7 @@ import uvloop
 from reference_server.app import make_app, make_server
 from reference_server.assembly import PolicyChoice, assemble
 from reference_server.engine_process import EngineConfig
+from reference_server.fairness import LEAST, MOST
 from reference_server.front_end import DEFAULT_MAX_TOKENS, FrontEnd
 from reference_server.model_store import resolve_model
 from reference_server.orders import ORDERS
@@ -33,6 +34,7 @@ ENGINE = EngineConfig("builtin")
 CHOICE = ENGINE.policies
 ENGINE_EXIT_S = 5.0
 MIN_CONTEXT = 16
+MAX_COUNT = 1 << 31  # of blocks, tokens, requests
 BACKLOG = 2048
 SEND_BUFFER = 16384  # bytes; the kernel doubles it, and some 130 tokens fill that
 LOST_GRACE_S = 1.0  # how long /health still answers after the engine is gone
@@ -166,6 +168,17 @@ def serve(
     drain_ns = parse_duration_ns(drain, "--drain")
     if 0 < max_context < MIN_CONTEXT:
         raise ConfigError(f"--max-context: {max_context} tokens; accepted: 0, or {MIN_CONTEXT} and more")
+    for flag, count in (
+        ("--max-waiting", max_waiting), ("--max-context", max_context), ("--kv-blocks", kv_blocks),
+        ("--block-tokens", block_tokens), ("--prefill-tokens", prefill_tokens),
+        ("--default-max-tokens", default_max_tokens), ("--max-undelivered", max_undelivered),
+    ):  # fmt: skip
+        if count > MAX_COUNT:
+            raise ConfigError(f"{flag}: {count}; accepted: at most {MAX_COUNT}")
+    if 0 < kv_blocks * block_tokens < MIN_CONTEXT:
+        raise ConfigError(
+            f"--kv-blocks: {kv_blocks} of {block_tokens} tokens; accepted: 0, or room for {MIN_CONTEXT} tokens and more"
+        )
     slow_reader_ns = parse_duration_ns(slow_reader_after, "--slow-reader-after")
     resolve_model(model)
     promised = _contract(contract, goodput)
@@ -258,8 +271,8 @@ def _weights(text: str) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             weight = 0.0
-        if not name or name in weights or not 0 < weight < float("inf"):
-            accepted = "each tenant once as TENANT=NUMBER above 0, joined by commas"
+        if not name or name in weights or not LEAST <= weight <= MOST:
+            accepted = f"each tenant once as TENANT=NUMBER from {LEAST:g} to {MOST:g}, joined by commas"
             raise ConfigError(f"--tenant-weights: {item.strip()!r}; accepted: {accepted}")
         weights[name] = weight
     return weights

@@ -93,7 +93,7 @@ class CostModel:
         names = [field.name for field in fields(cls)]
         try:
             body = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ConfigError("cost model: not JSON; accepted: what `sloscope model fit --out` writes") from None
         if not isinstance(body, dict) or set(body) != set(names):
             found = ", ".join(sorted(body))[:200] if isinstance(body, dict) else type(body).__name__

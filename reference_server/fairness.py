@@ -21,6 +21,8 @@ from sloscope.errors import ConfigError
 
 QUANTUM = 1024.0  # service units
 MAX_IDLE = 10_000  # tenants remembered that neither wait nor run
+# Of units and weights. Sums beyond what a float holds compare with nothing: no tenant would ever be next.
+LEAST, MOST = 1e-9, 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +33,10 @@ class ServiceUnit:
     output: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.prompt < math.inf:
-            raise ConfigError(f"--unit-prompt: {self.prompt:g}; accepted: 0 or more")
-        if not 0 < self.output < math.inf:
-            raise ConfigError(f"--unit-output: {self.output:g}; accepted: above 0")
+        if not 0 <= self.prompt <= MOST:
+            raise ConfigError(f"--unit-prompt: {self.prompt:g}; accepted: 0 to {MOST:g}")
+        if not 0 < self.output <= MOST:
+            raise ConfigError(f"--unit-output: {self.output:g}; accepted: above 0, at most {MOST:g}")
 
     def of(self, prompt_tokens: int, output_tokens: int) -> float:
         return self.prompt * prompt_tokens + self.output * output_tokens
@@ -63,8 +65,8 @@ def service_gap_bound(
 
 
 def checked_weight(tenant: str, weight: float) -> float:
-    if not 0 < weight < math.inf:
-        raise ConfigError(f"--tenant-weights: {tenant}: {weight:g}; accepted: above 0")
+    if not LEAST <= weight <= MOST:
+        raise ConfigError(f"--tenant-weights: {tenant}: {weight:g}; accepted: {LEAST:g} to {MOST:g}")
     return float(weight)
 
 

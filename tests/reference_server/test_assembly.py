@@ -115,7 +115,7 @@ def test_the_bound_that_an_engine_declares(choice: PolicyChoice, limits: Limits,
         (PolicyChoice(lengths="/nowhere.json"), "cannot be read"),
         (PolicyChoice(cost_model="/nowhere.json"), "--cost-model: '/nowhere.json'"),
         (PolicyChoice(unit_output=0), "--unit-output: 0; accepted: above 0"),
-        (PolicyChoice(unit_prompt=-1), "--unit-prompt: -1; accepted: 0 or more"),
+        (PolicyChoice(unit_prompt=-1), "--unit-prompt: -1; accepted: 0 to 1e+09"),
         (PolicyChoice(order="vtc", tenant_weights={"a": -1}), "--tenant-weights: a: -1"),
     ],
 )

@@ -166,6 +166,7 @@ def test_json_gives_back_the_same_model() -> None:
     ("text", "said"),
     [
         ("nonsense", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1]", "fields list"),
         (json.dumps({"base_ns": 1}), "fields base_ns; accepted: exactly base_ns, prefill_token_ns"),
         (TRUE.to_json().replace("50000", "-1"), "prefill_token_ns: -1; accepted: nanoseconds, 0 or more"),

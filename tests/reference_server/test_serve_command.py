@@ -71,6 +71,9 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
         (["--goodput", "ttft:3", "--contract", "x"], "error: --goodput: given together with --contract"),
         (["--listen", "here"], "error: --listen: 'here' is not an address; accepted: HOST:PORT or PORT"),
         (["--max-context", "8"], "error: --max-context: 8 tokens; accepted: 0, or 16 and more"),
+        (["--kv-blocks", "3", "--block-tokens", "5"], "error: --kv-blocks: 3 of 5 tokens; accepted: 0, or room for 16"),
+        (["--max-waiting", "9" * 20], f"error: --max-waiting: {'9' * 20}; accepted: at most 2147483648"),
+        (["--kv-blocks", "9" * 20], f"error: --kv-blocks: {'9' * 20}; accepted: at most 2147483648"),
         (["--drain", "soon"], "error: --drain: 'soon' is not a duration"),
         (["--order", "lifo"], "error: --order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
         (["--reservation", "estimate"], "error: --reservation: 'estimate' needs lengths; accepted: together with"),
@@ -78,6 +81,9 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
         (["--lanes", "a,,b"], "error: --lanes: 'a,,b'; accepted: different names, joined by commas"),
         (["--lanes", "a", "--goodput", "ttft:3"], "error: --lanes: class 'a' is not in the contract; accepted: "),
         (["--tenant-weights", "a=0"], "error: --tenant-weights: 'a=0'; accepted: each tenant once as TENANT=NUMBER"),
+        (["--tenant-weights", "a=1e-308"], "error: --tenant-weights: 'a=1e-308'; accepted: each tenant once as"),
+        (["--unit-output", "1e308"], "error: --unit-output: 1e+308; accepted: above 0, at most 1e+09"),
+        (["--unit-prompt", "1e308"], "error: --unit-prompt: 1e+308; accepted: 0 to 1e+09"),
         (
             ["--tenant-weights", "a=2,a=3"],
             "error: --tenant-weights: 'a=3'; accepted: each tenant once as TENANT=NUMBER",
@@ -96,6 +102,7 @@ def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], line: str) -> No
     [
         (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
         (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
+        (["--kv-blocks", "2147483648", "--block-tokens", "2147483648"], "error: kv_blocks: 2147483648 of 2147483648"),
     ],
 )
 def test_what_is_wrong_only_once_processes_run_is_one_line_and_exit_2(arguments: list[str], line: str) -> None:
