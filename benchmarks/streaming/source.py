@@ -2,8 +2,8 @@
 
 The stamp is the event's text, 20 digits, so that it passes any proxy; source and sink share a host and its monotonic
 clock. Each stream keeps to its own grid: event i is due at first + i / rate, and a late one does not move the next.
-With `--log FILE` the stamps of every stream are also written there when it ends, one JSON line by the request's
-`x-request-id`: what a client is held to that reports its own figures only.
+With `--log FILE` the stamps of every stream are also written there when it ends, one JSON line with the
+request's own id and the answer's: what a client is held to that reports its own figures only.
 
 `python -m benchmarks.streaming.source --events 500 --rate 50`; one line on stderr says the address.
 """
@@ -29,6 +29,7 @@ _CHUNK = (
     '"choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s}]}\n\n'
 )
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","created":1700000000,"owned_by":"bench"}]}'
+_NAMES = (b"x-request-id", b"x-sloscope-request-id")
 STAMP_DIGITS = 20
 
 
@@ -40,6 +41,7 @@ class Shape:
         self.gap_s: float = 1 / asked.rate
         self.ttft_s: float = asked.ttft_ms / 1e3
         self.pause_s: float = asked.pause_ms / 1e3  # one longer gap in the middle
+        self.answered = 0
         self.log: TextIO | None = asked.log.open("w") if asked.log is not None else None
 
 
@@ -55,7 +57,6 @@ class Stream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._parser = httptools.HttpRequestParser(self)
-        self._number = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclasses
@@ -77,7 +78,7 @@ class Stream(asyncio.Protocol):
         self._path += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"x-request-id":
+        if name.lower() in _NAMES:
             self._name = value.decode("latin-1")
 
     def on_body(self, body: bytes) -> None:
@@ -90,7 +91,8 @@ class Stream(asyncio.Protocol):
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(_MODELS)
             self._transport.write(head + _MODELS)
             return
-        self._number += 1
+        self._shape.answered += 1
+        self._number = self._shape.answered
         role = _CHUNK % (self._number, '{"role":"assistant","content":""}', "null")
         self._transport.write(_HEAD + framed(role.encode()))
         before, after = (_CHUNK % (self._number, '{"content":" @"}', "null")).encode().split(b"@")
@@ -126,7 +128,13 @@ class Stream(asyncio.Protocol):
         end = framed(finish) + framed(last.encode()) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         self._transport.write(end)
         if self._shape.log is not None:
-            told = {"id": self._name, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
+            answer = f"chatcmpl-{self._number}"
+            told = {"id": self._name, "response": answer, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
+                "id": self._name,
+                "response": f"chatcmpl-{self._number}",
+                "arrived_ns": self._arrived_ns,
+                "sent_ns": self._sent_ns,
+            }
             self._shape.log.write(json.dumps(told) + "\n")
             self._shape.log.flush()
 

@@ -1,0 +1,238 @@
+"""How true the figures of a load generator are, against the stamps of the server that it loads.
+
+A source answers every request with a first token, then events at a steady rate and one longer gap in the middle, and
+stamps what it did. The client says what it saw; per request the error is the client's figure minus the source's. Lag is
+of the arrivals at the source behind the grid of the asked rate, from the arrival that was earliest against it, so it is
+measured in the same way whoever sends. Sides take turns; medians of the rounds.
+
+`accuracy`: 50 requests/s of 4 s and 50 events/s, so 200 streams are open. `capacity`: 500 requests/s of 4 s and 10
+events/s, so 2,000 are open; sloscope alone, unless `--peers-at-capacity`. `sloscope replay` has one core, the source
+another; peers have all. AIPerf and GuideLLM run from installations of their own and a tokenizer
+of a local cache (HF_HOME): `--aiperf-python PATH --guidellm-python PATH --tokenizer NAME`.
+
+`python -m benchmarks.replay_speed`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.kept import options_of, save
+from benchmarks.sidecar_speed import on_core
+from sloscope.definitions import nearest_rank
+from sloscope.journal import Tail, journal_files, read_journal
+from sloscope.output import FORMATS, message, print_rows
+
+MS = 1e6
+Row = dict[str, Any]
+
+
+class Load(NamedTuple):
+    name: str
+    rate: int  # requests per second
+    events: int  # of an answer
+    events_per_s: float
+    pause_ms: float
+    ttft_ms: float = 200
+
+    def requests(self, seconds: float) -> int:
+        return round(self.rate * seconds)
+
+
+ACCURACY = Load("accuracy", 50, 200, 50, 60)
+CAPACITY = Load("capacity", 500, 40, 10, 0)
+
+
+class Seen(NamedTuple):
+    """One request, by its own id or that of its answer; ns."""
+
+    key: str
+    ttft_ns: float | None
+    gap_ns: float | None
+
+
+class Truth(NamedTuple):
+    arrived_ns: int
+    ttft_ns: int
+    gap_ns: int
+
+
+Client = Callable[[str, Load, int, Path], list[Seen]]
+
+
+@contextmanager
+def source(load: Load, log: Path) -> Iterator[str]:
+    command = [
+        sys.executable, "-m", "benchmarks.streaming.source", "--events", str(load.events), "--log", str(log),
+        "--rate", str(load.events_per_s), "--ttft-ms", str(load.ttft_ms), "--pause-ms", str(load.pause_ms),
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        yield process.stderr.readline().split()[-1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def sloscope(core: int | None) -> Client:
+    def run(url: str, load: Load, requests: int, folder: Path) -> list[Seen]:
+        trace = f"synthetic:constant?rate={load.rate}&n={requests}&prompt_p50=8&output_p50={load.events}&output_sigma=0"
+        command = [
+            sys.executable, "-m", "sloscope", "replay", trace, "--url", url, "--events", str(folder / "events"),
+            "--goodput", "ttft:300", "--drain", "30s", "--lengths", "capped", "--format", "json",
+        ]  # fmt: skip
+        with on_core(core):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+        assert done.returncode == 0, done.stderr[-500:]
+        sent: dict[str, int] = {}
+        stamps: dict[str, list[int]] = {}
+        for path in journal_files(folder / "events"):
+            for record in read_journal(Tail(path)):
+                if record["kind"] == "begin":
+                    sent[record["request_id"]] = record["send_ns"]
+                elif record["kind"] == "chunks":
+                    stamps.setdefault(record["request_id"], []).extend(record["t_ns"])
+        return [Seen(key, times[0] - sent[key], largest(times)) for key, times in stamps.items()]
+
+    return run
+
+
+def aiperf(python: Path, tokenizer: str) -> Client:
+    def run(url: str, load: Load, requests: int, folder: Path) -> list[Seen]:
+        command = [
+            str(python.parent / "aiperf"), "profile", "--model", "bench", "--url", url, "--endpoint-type", "chat",
+            "--streaming", "--request-rate", str(load.rate), "--arrival-pattern", "constant", "--request-count",
+            str(requests), "--tokenizer", tokenizer, "--isl", "8", "--osl", str(load.events), "--artifact-dir",
+            str(folder), "--export-level", "records", "--ui", "none",
+        ]  # fmt: skip
+        subprocess.run(command, capture_output=True, cwd=folder, timeout=300, check=True)
+        rows = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
+        return [
+            Seen(
+                row["metadata"]["x_request_id"],
+                row["metrics"]["time_to_first_token"]["value"] * MS,
+                max(row["metrics"]["inter_chunk_latency"]["value"]) * MS,
+            )
+            for row in rows
+            if "time_to_first_token" in row["metrics"]
+        ]
+
+    return run
+
+
+def guidellm(python: Path, tokenizer: str) -> Client:
+    def run(url: str, load: Load, requests: int, folder: Path) -> list[Seen]:
+        out = folder / "guidellm.json"
+        command = [
+            str(python.parent / "guidellm"), "run", "--backend", f"kind=openai_http,target={url},model=bench",
+            "--profile", f"kind=constant,rate={load.rate}", "--constraint", f"kind=max_requests,count={requests}",
+            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--data",
+            f"kind=synthetic_text,prompt_tokens=8,output_tokens={load.events}", "--output", f"kind=json,path={out}",
+            "--disable-console",
+        ]  # fmt: skip
+        subprocess.run(command, capture_output=True, cwd=folder, timeout=300, check=True)
+        (benchmark,) = json.loads(out.read_text())["benchmarks"]
+        rows = benchmark["requests"]["successful"]
+        return [Seen(row["response_id"], row["time_to_first_token_ms"] * MS, None) for row in rows]
+
+    return run
+
+
+def largest(stamps: Sequence[int]) -> int | None:
+    return max((after - before for before, after in pairwise(stamps)), default=None)
+
+
+def measure(client: Client, load: Load, seconds: float, core: int | None) -> Row:
+    requests = load.requests(seconds)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with on_core(core):
+            serving = source(load, folder / "stamps.jsonl")
+            url = serving.__enter__()
+        try:
+            seen = client(url, load, requests, folder)
+        finally:
+            serving.__exit__(None, None, None)
+        truth: dict[str, Truth] = {}
+        for line in (folder / "stamps.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            sent = row["sent_ns"]
+            told = Truth(row["arrived_ns"], sent[0] - row["arrived_ns"], largest(sent) or 0)
+            truth[row["id"]] = truth[row["response"]] = told
+    arrived = sorted({id(told): told.arrived_ns for told in truth.values()}.values())
+    behind = [stamp - round(number * 1e9 / load.rate) for number, stamp in enumerate(arrived)]
+    joined = [(each, truth[each.key]) for each in seen if each.key in truth]
+    assert joined, "no request of the client is known to the source"
+    return {
+        "offered": requests,
+        "answered": len(arrived),
+        "ttft_p99_ms": p99(each.ttft_ns for each, _ in joined),
+        "true_ttft_p99_ms": p99(told.ttft_ns for _, told in joined),
+        "ttft_error_p99_ms": p99(abs(e.ttft_ns - told.ttft_ns) for e, told in joined if e.ttft_ns is not None),
+        "gap_p99_ms": p99(each.gap_ns for each, _ in joined),
+        "true_gap_p99_ms": p99(told.gap_ns for _, told in joined),
+        "gap_error_p99_ms": p99(abs(e.gap_ns - told.gap_ns) for e, told in joined if e.gap_ns is not None),
+        "arrival_lag_p99_ms": p99(stamp - min(behind) for stamp in behind),
+    }
+
+
+def p99(values_ns: Iterator[float | None] | Any) -> float | None:
+    ordered = sorted(value for value in values_ns if value is not None)
+    return ordered[nearest_rank(990, len(ordered)) - 1] / MS if ordered else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", nargs="+", default=["accuracy", "capacity"], choices=["accuracy", "capacity"])
+    parser.add_argument("--seconds", type=float, default=15, help="of arrivals (default: 15)")
+    parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--aiperf-python", type=Path, help="interpreter of an installation with aiperf")
+    parser.add_argument("--guidellm-python", type=Path, help="interpreter of an installation with guidellm")
+    parser.add_argument("--tokenizer", default="local/words", help="for the peers (default: local/words)")
+    parser.add_argument("--peers-at-capacity", action="store_true", help="load them with 2,000 streams too")
+    parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
+    asked = parser.parse_args(arguments)
+    cores = sorted(os.sched_getaffinity(0))
+    own: tuple[int | None, int | None] = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
+    peers: dict[str, Client] = {}
+    if asked.aiperf_python is not None:
+        peers["aiperf"] = aiperf(asked.aiperf_python, asked.tokenizer)
+    if asked.guidellm_python is not None:
+        peers["guidellm"] = guidellm(asked.guidellm_python, asked.tokenizer)
+    rows = []
+    for load in (ACCURACY, CAPACITY):
+        if load.name not in asked.loads:
+            continue
+        sides = {"sloscope": sloscope(own[1])}
+        if load is ACCURACY or asked.peers_at_capacity:
+            sides |= peers
+        found: dict[str, list[Row]] = {name: [] for name in sides}
+        for number in range(asked.rounds):
+            for name, client in sides.items():
+                found[name].append(measure(client, load, asked.seconds, own[0]))
+            message(f"{load.name}: round {number + 1} of {asked.rounds}")
+        for name, measured in found.items():
+            row: Row = {"load": load.name, "side": name}
+            for column in measured[0]:
+                values = [each[column] for each in measured if each[column] is not None]
+                row[column] = round(statistics.median(values), 2) if values else None
+            rows.append(row)
+    print_rows(rows, asked.format, title=f"{asked.seconds:g} s of arrivals, medians of {asked.rounds} rounds")
+    save(asked.save, "replay_speed", {"rows": rows}, **options_of(asked))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
