@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import socket
 import ssl
 import time
 from typing import NamedTuple, Protocol
@@ -68,10 +69,11 @@ def parse_url(text: str, field: str = "--url") -> Origin:
 class Connection(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
-    __slots__ = ("_chunked", "_exchange", "_framed", "_headers", "_parser", "_pool", "_t_ns", "_transport", "idle_ns")
+    __slots__ = ("_exchange", "_framed", "_headers", "_parser", "_pool", "_single", "_t_ns", "_transport", "idle_ns")
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, single: bool = False) -> None:
         self._pool = pool
+        self._single = single  # for one exchange
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: dict[str, str] = {}
@@ -95,6 +97,19 @@ class Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    def hold(self) -> bool:
+        """Reads nothing more until `go_on`: what comes fills the kernel's buffer, then the server's. False: closed."""
+        if not self.usable:
+            return False
+        assert self._transport is not None
+        self._transport.pause_reading()
+        return True
+
+    def go_on(self) -> None:
+        if self.usable:
+            assert self._transport is not None
+            self._transport.resume_reading()
 
     # asyncio's side
 
@@ -146,7 +161,7 @@ class Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200 or self._exchange is None:
             return
-        keep = self._parser.should_keep_alive()
+        keep = self._parser.should_keep_alive() and not self._single
         self._finish("eof", None)
         if not keep and self._transport is not None:
             self._transport.close()
@@ -186,39 +201,58 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self.opened = 0
 
-    def send(self, request: bytes, exchange: Exchange) -> Call:
+    def send(self, request: bytes, exchange: Exchange, receive_buffer: int = 0) -> Call:
+        """`receive_buffer`: bytes that the kernel may read ahead, on a connection of its own; 0: as it likes."""
         call = Call()
         now = time.monotonic_ns()
-        while self._idle:
+        while self._idle and not receive_buffer:
             connection, _ = self._idle.popitem()
             if connection.usable and now - connection.idle_ns <= IDLE_LIMIT_NS:
                 call.connection = connection
                 connection.send(request, exchange)
                 return call
             connection.abort()
-        task = asyncio.get_running_loop().create_task(self._connect_and_send(request, exchange, call))
+        task = asyncio.get_running_loop().create_task(self._connect_and_send(request, exchange, call, receive_buffer))
         call._connecting = task
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return call
 
-    async def connect(self) -> Connection:
+    async def connect(self, receive_buffer: int = 0) -> Connection:
         """Raises OSError (ssl.SSLError among them)."""
         loop = asyncio.get_running_loop()
-        _, connection = await loop.create_connection(
-            lambda: Connection(self),
-            self.origin.host,
-            self.origin.port,
-            ssl=self._tls,
-            server_hostname=self.origin.host if self._tls is not None else None,
-        )
+        name = self.origin.host if self._tls is not None else None
+        if receive_buffer:
+            sock = await self._narrow_socket(receive_buffer)
+            _, connection = await loop.create_connection(
+                lambda: Connection(self, single=True), sock=sock, ssl=self._tls, server_hostname=name
+            )
+        else:
+            _, connection = await loop.create_connection(
+                lambda: Connection(self), self.origin.host, self.origin.port, ssl=self._tls, server_hostname=name
+            )
         self.opened += 1
         self._all.add(connection)
         return connection
 
-    async def _connect_and_send(self, request: bytes, exchange: Exchange, call: Call) -> None:
+    async def _narrow_socket(self, receive_buffer: int) -> socket.socket:
+        """Connected. The buffer is set before, since the window that a peer may fill is agreed on then."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(self.origin.host, self.origin.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
         try:
-            connection = await self.connect()
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            await loop.sock_connect(sock, address)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def _connect_and_send(self, request: bytes, exchange: Exchange, call: Call, receive_buffer: int) -> None:
+        try:
+            connection = await self.connect(receive_buffer)
         except OSError as error:
             call._connecting = None
             name = OWN_LIMIT if error.errno in _OWN_LIMITS else type(error).__name__

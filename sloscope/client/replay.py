@@ -3,23 +3,30 @@
 t0 is set once. A request that is late is sent at once and its lag recorded; the schedule never moves, and nothing
 waits for a slot. So a server that stalls meets the arrivals it would meet in life, and TTFT counted from the
 scheduled arrival keeps the wait that a closed loop would hide.
+
+A retry is a request of its own, due when the server's Retry-After is over. It takes its place among the scheduled ones
+and moves none of them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import ssl
 import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from heapq import heappop, heappush
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
-from sloscope.client.h1 import OWN_LIMIT, Call, Origin, Pool, fetch
+from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import ReceiptPoster
@@ -31,12 +38,15 @@ from sloscope.errors import ConfigError
 from sloscope.ids import new_request_id
 from sloscope.units import NS_PER_S
 
+_START_IN_NS = 50_000_000
 _TICK_S = 0.02
 _PROGRESS_TICKS = 25
 # A batch costs some 5 µs: 2,000 streams that began together would hold the loop for 10 ms if written at once.
 _BATCHES_PER_TICK = 64
 _NEVER_NS = 1 << 63
 _SEND_BURST_NS = 2_000_000  # many sends due at once give way to receipts after this long
+# What the kernel reads ahead for a slow reader, bytes: some ten events. It doubles it for its own book-keeping.
+_SLOW_READER_BUFFER = 4096
 APIS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -55,9 +65,22 @@ class Target:
     ignore_eos: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """What the consumers do beside reading. Durations in ns."""
+
+    retries: int = 0  # of a request that was refused (429, 503) or found no connection
+    retry_wait_ns: int = NS_PER_S // 2  # where the server names no time; doubled with each further retry
+    timeout_ns: int | None = None  # from the send: then the consumer leaves
+    read_pause_ns: int = NS_PER_S // 2  # how long a slow reader holds off after each read
+
+
 @dataclass(slots=True)
 class Tally:
-    """What a run came to. Latencies in ns; warm-up rows stand only in `sent`, `warmup` and `dispatch_lag_ns`."""
+    """What a run came to. Latencies in ns; warm-up rows stand only in `sent`, `warmup` and `dispatch_lag_ns`.
+
+    A retry is a request more in `sent` and `offered`.
+    """
 
     scheduled: int = 0
     sent: int = 0
@@ -73,7 +96,14 @@ class Tally:
     ttft_ns: array[int] = field(default_factory=lambda: array("q"))  # completed requests
     ttft_intended_ns: array[int] = field(default_factory=lambda: array("q"))
     wall_ns: int = 0
+    cpu_ns: int = 0  # of the process, or of the busiest of several
+    processes: int = 1
+    processes_lost: int = 0  # ended without a word, and their counts with them
     interrupted: bool = False
+    retries: int = 0
+    retries_completed: int = 0
+    retries_not_sent: int = 0  # due after the run's end
+    slow_readers: int = 0
     own_limit: int = 0  # requests that this process had no descriptor or port for
     records_lost: int = 0
     receipts_failed: int = 0
@@ -87,6 +117,30 @@ class Tally:
     def unfinished(self) -> int:
         """Offered requests that were open when the run ended."""
         return self.outcomes["unfinished"]
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Of one core, from t0 on."""
+        return self.cpu_ns / self.wall_ns if self.wall_ns else None
+
+    def add(self, other: Tally) -> None:
+        """The counts of another part of the same schedule. Quantiles are of all values, never of quantiles."""
+        for name in (
+            "scheduled", "sent", "warmup", "offered", "qualified", "vacuous", "output_tokens", "retries",
+            "retries_completed", "retries_not_sent", "slow_readers", "own_limit", "records_lost", "receipts_failed",
+        ):  # fmt: skip
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.outcomes.update(other.outcomes)
+        self.reasons.update(other.reasons)
+        self.dispatch_lag_ns += other.dispatch_lag_ns
+        self.ttft_ns += other.ttft_ns
+        self.ttft_intended_ns += other.ttft_intended_ns
+        offsets = [ns for ns in (self.first_send_offset_ns, other.first_send_offset_ns) if ns is not None]
+        self.first_send_offset_ns = min(offsets, default=None)
+        self.wall_ns = max(self.wall_ns, other.wall_ns)
+        self.cpu_ns = max(self.cpu_ns, other.cpu_ns)
+        self.interrupted = self.interrupted or other.interrupted
+        self.receipts_error = self.receipts_error or other.receipts_error
 
 
 async def probe(
@@ -118,8 +172,21 @@ def _first_model(body: bytes) -> tuple[str, str]:
         return "", ""
 
 
+class _Retry(NamedTuple):
+    """Ordered by when it is due; the id breaks ties, so that nothing behind it is compared."""
+
+    due_ns: int
+    retry_of: str
+    planned: Planned
+    number: int  # from 1
+
+
 class Replay:
-    """One run. `run` may be called once; `interrupt` ends it early and keeps what is recorded."""
+    """One run of a schedule, or of a part of it. `run` may be called once; `interrupt` ends it early and keeps what is
+    recorded.
+
+    `drain_ns`: how long after the last arrival of the whole schedule open requests are followed.
+    """
 
     def __init__(
         self,
@@ -130,15 +197,17 @@ class Replay:
         *,
         drain_ns: int,
         seed: int = 0,
+        conduct: Conduct | None = None,
         receipts: Origin | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tally = Tally(scheduled=len(schedule.requests))
+        self.conduct = conduct or Conduct()
         self._schedule = schedule
         self._contract = contract
         self._target = target
         self._drain_ns = drain_ns
-        self._text = PromptText(seed)
+        self._text = PromptText(seed, schedule.block_tokens)
         self._lag = LagProbe()
         self._log = ReceiptLog(events, on_end=self._on_end, lag_since=self._lag.since)
         self._pools = [Pool(origin, tls) for origin in target.origins]
@@ -146,9 +215,12 @@ class Replay:
         self._contract_hash = contract.hash
         self._open: dict[str, _Sent] = {}
         self._position = 0
+        self._retries: list[_Retry] = []
         self._over = asyncio.Event()
         self._t0_ns = 0
+        self._closes_ns = _NEVER_NS
         self._timer: asyncio.TimerHandle | None = None
+        self._closing: asyncio.TimerHandle | None = None
         self.next_due_ns = _NEVER_NS
         self._poster = ReceiptPoster(receipts, target, self._log.clock.clock_id, tls) if receipts is not None else None
 
@@ -160,7 +232,8 @@ class Replay:
         self.tally.interrupted = True
         self._over.set()
 
-    async def run(self, start_in_s: float = 0.05, progress: Callable[[Replay], None] | None = None) -> Tally:
+    async def run(self, t0_ns: int | None = None, progress: Callable[[Replay], None] | None = None) -> Tally:
+        """`t0_ns`: when the first request of the whole schedule is due; default: at once."""
         loop = asyncio.get_running_loop()
         # What stands now lives as long as the run: the collector need not walk it while requests are timed.
         gc.collect()
@@ -172,21 +245,27 @@ class Replay:
         if self._poster is not None:
             tasks.append(loop.create_task(self._poster.run()))
         try:
-            self._t0_ns = time.monotonic_ns() + int(start_in_s * NS_PER_S)
+            self._t0_ns = t0_ns if t0_ns is not None else time.monotonic_ns() + _START_IN_NS
+            self._closes_ns = self._t0_ns + self._schedule.span_ns + self._drain_ns
+            cpu_ns = _cpu_ns()
             self.send_due()
             await self._over.wait()
+            self.tally.cpu_ns = _cpu_ns() - cpu_ns
         finally:
             self._lag.stop()
-            if self._timer is not None:
-                self._timer.cancel()
+            for timer in (self._timer, self._closing):
+                if timer is not None:
+                    timer.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.tally.wall_ns = time.monotonic_ns() - self._t0_ns
             closed_ns = time.monotonic_ns()
             for sent in list(self._open.values()):
+                sent.stop_timers(closed_ns)
                 sent.recorder.close_window(closed_ns)
                 sent.call.abort()
+            self.tally.retries_not_sent += len(self._retries)
             if self._poster is not None:
                 self.tally.receipts_failed = await self._poster.close()
                 self.tally.receipts_error = self._poster.last_error
@@ -202,31 +281,41 @@ class Replay:
         """Sends all that is due and arms a timer for the next; never early, and late ones at once."""
         if self._over.is_set():
             return
-        requests, t0_ns, loop = self._schedule.requests, self._t0_ns, asyncio.get_running_loop()
+        requests, retries, loop = self._schedule.requests, self._retries, asyncio.get_running_loop()
         if self._timer is not None:
             self._timer.cancel()
         now = time.monotonic_ns()
         give_way_ns = now + _SEND_BURST_NS
-        while self._position < len(requests):
-            planned = requests[self._position]
-            self.next_due_ns = t0_ns + planned.offset_ns
+        while self._position < len(requests) or retries:
+            fresh = requests[self._position] if self._position < len(requests) else None
+            due_ns = self._t0_ns + fresh.offset_ns if fresh is not None else _NEVER_NS
+            is_retry = bool(retries) and retries[0].due_ns < due_ns
+            self.next_due_ns = retries[0].due_ns if is_retry else due_ns
             if self.next_due_ns > now:
                 # Timers of libuv are whole milliseconds and round to the nearest: up, or the request leaves early.
                 self._timer = loop.call_later(-(-(self.next_due_ns - now) // 1_000_000) / 1000, self.send_due)
-                return
+                break
             if now >= give_way_ns:
                 self._timer = loop.call_later(0, self.send_due)
                 return
-            self._send(planned)
-            self._position += 1
+            if is_retry:
+                retry = heappop(retries)
+                self._send(retry.planned, retry.due_ns, retry)
+            else:
+                assert fresh is not None
+                self._position += 1
+                self._send(fresh, due_ns)
             now = time.monotonic_ns()
-        self.next_due_ns = _NEVER_NS
-        self._timer = loop.call_later(self._drain_ns / NS_PER_S, self._over.set)
-        self._end_when_idle()
+        else:
+            self.next_due_ns = _NEVER_NS
+        if self._position == len(requests) and self._closing is None:
+            self._closing = loop.call_later(max(0, self._closes_ns - now) / NS_PER_S, self._over.set)
+            self._end_when_idle()
 
-    def _send(self, planned: Planned) -> None:
-        intended_ns = self._t0_ns + planned.offset_ns
-        index = self._position % len(self._pools)
+    def _send(self, planned: Planned, intended_ns: int, retry: _Retry | None = None) -> None:
+        number = retry.number if retry is not None else 0
+        # A retry asks the next server.
+        index = (planned.index + number) % len(self._pools)
         target = self._target
         request_id = new_request_id()
         labels: dict[str, str | bool] = {}
@@ -234,15 +323,18 @@ class Replay:
             labels["warmup"] = True
         if planned.stop_after is None:
             labels["length_forced"] = True
+        if planned.slow_reader:
+            labels["slow_reader"] = True
         body = _body(target, planned, self._text)
         # The default class goes unsaid, since a server may know it by another name.
         is_default = planned.class_name == self._contract.default_class
-        request = b"%sx-sloscope-request-id: %s\r\n%s%s%scontent-length: %d\r\n\r\n%s" % (
+        request = b"%sx-sloscope-request-id: %s\r\n%s%s%s%scontent-length: %d\r\n\r\n%s" % (
             self._heads[index],
             request_id.encode(),
             b"" if is_default else b"x-slo-class: %s\r\n" % planned.class_name.encode(),
             b"x-slo-tenant: %s\r\n" % planned.tenant.encode() if planned.tenant else b"",
             b"x-sloscope-stop-after: %d\r\n" % planned.stop_after if planned.stop_after is not None else b"",
+            b"x-sloscope-retry-of: %s\r\n" % retry.retry_of.encode() if retry is not None else b"",
             len(body),
             body,
         )
@@ -260,12 +352,15 @@ class Replay:
             max_tokens=planned.max_tokens,
             stop_after=planned.stop_after,
             path=f"/v1{APIS[target.api]}",
+            retry_of=retry.retry_of if retry is not None else None,
             labels=labels or None,
         )
-        sent = _Sent(self, recorder, planned)
+        sent = _Sent(self, recorder, planned, number)
         self._open[request_id] = sent
         tally = self.tally
         tally.sent += 1
+        tally.retries += number > 0
+        tally.slow_readers += planned.slow_reader
         tally.dispatch_lag_ns.append(send_ns - intended_ns)
         if tally.first_send_offset_ns is None:
             tally.first_send_offset_ns = send_ns - self._t0_ns
@@ -273,7 +368,27 @@ class Replay:
             tally.warmup += 1
         else:
             tally.offered += 1
-        sent.call = self._pools[index].send(request, sent)
+        sent.call = self._pools[index].send(request, sent, _SLOW_READER_BUFFER if planned.slow_reader else 0)
+
+    def _retry(self, sent: _Sent) -> None:
+        """Makes a refused request due again, unless it has had its retries or the run is over by then."""
+        recorder, conduct = sent.recorder, self.conduct
+        assert recorder.ended is not None and recorder.end_ns is not None
+        refused = recorder.ended.reason in ("rejected", "connect_error") and recorder.error != OWN_LIMIT
+        if not refused or sent.number >= conduct.retries:
+            return
+        wait_ns = sent.retry_after_ns
+        if wait_ns is None:
+            wait_ns = conduct.retry_wait_ns << sent.number
+        due_ns = recorder.end_ns + wait_ns
+        if self._over.is_set() or due_ns > self._closes_ns:
+            self.tally.retries_not_sent += 1
+            return
+        heappush(self._retries, _Retry(due_ns, recorder.request_id, sent.planned, sent.number + 1))
+        if due_ns < self.next_due_ns:
+            self.next_due_ns = due_ns
+            # Not from here: this is the end of a request, in the middle of what the connection has to do about it.
+            asyncio.get_running_loop().call_soon(self.send_due)
 
     def _on_end(self, recorder: RequestRecorder) -> None:
         assert recorder.ended is not None
@@ -282,10 +397,11 @@ class Replay:
             # Warm-up is excluded by rule, from the counters of a control plane too.
             if self._poster is not None:
                 self._poster.add(recorder, sent.planned)
-            self._count(recorder, sent.planned)
+            self._count(recorder, sent)
+        self._retry(sent)
         self._end_when_idle()
 
-    def _count(self, recorder: RequestRecorder, planned: Planned) -> None:
+    def _count(self, recorder: RequestRecorder, sent: _Sent) -> None:
         assert recorder.ended is not None
         tally, (outcome, reason) = self.tally, recorder.ended
         tally.own_limit += recorder.error == OWN_LIMIT
@@ -294,7 +410,8 @@ class Replay:
             tally.reasons[f"{outcome}({reason})"] += 1
         tally.output_tokens += recorder.output_tokens or 0
         summary = recorder.summary()
-        row = self._contract.classes[planned.class_name]
+        tally.retries_completed += sent.number > 0 and outcome == "completed"
+        row = self._contract.classes[sent.planned.class_name]
         verdict = judge(outcome, summary, row.limits, streamed=recorder.streaming is not False, streaming=row.streaming)
         tally.qualified += verdict.qualified
         tally.vacuous += verdict.vacuous
@@ -304,7 +421,7 @@ class Replay:
             tally.ttft_intended_ns.append(summary.first_ns - recorder.intended_ns)
 
     def _end_when_idle(self) -> None:
-        if self._position == len(self._schedule.requests) and not self._open:
+        if self._position == len(self._schedule.requests) and not self._open and not self._retries:
             self._over.set()
 
     async def _tick(self, progress: Callable[[Replay], None] | None) -> None:
@@ -320,15 +437,36 @@ class Replay:
 class _Sent:
     """A request on its way, as h1 sees it."""
 
-    __slots__ = ("_replay", "call", "planned", "recorder")
+    __slots__ = (
+        "_held_since_ns",
+        "_replay",
+        "_resume",
+        "_timeout",
+        "call",
+        "number",
+        "planned",
+        "recorder",
+        "retry_after_ns",
+    )
 
-    def __init__(self, replay: Replay, recorder: RequestRecorder, planned: Planned) -> None:
+    def __init__(self, replay: Replay, recorder: RequestRecorder, planned: Planned, number: int) -> None:
         self._replay = replay
         self.recorder = recorder
         self.planned = planned
+        self.number = number  # of the retry; 0: it is none
+        self.retry_after_ns: int | None = None
         self.call: Call = Call()
+        self._held_since_ns = 0
+        self._resume: asyncio.TimerHandle | None = None
+        self._timeout: asyncio.TimerHandle | None = None
+        if planned.slow_reader:
+            recorder.consumer_hold_ns = 0
+        if replay.conduct.timeout_ns is not None:
+            self._timeout = _after(replay.conduct.timeout_ns, self._leave, "client_timeout")
 
     def responded(self, t_ns: int, status: int, headers: dict[str, str]) -> None:
+        if status in (429, 503):
+            self.retry_after_ns = retry_after_ns(headers.get("retry-after", ""), headers.get("date", ""))
         self.recorder.response(status, headers)
 
     def received(self, t_ns: int, data: bytes) -> None:
@@ -339,11 +477,70 @@ class _Sent:
         recorder.receive(t_ns, data)
         stop_at = self.planned.cancel_after
         if stop_at is not None and len(recorder.t_ns) >= stop_at:
-            self.call.abort()
-            recorder.end(time.monotonic_ns(), left="voluntary")
+            self._leave("voluntary")
+        elif self.planned.slow_reader and not self._held_since_ns:
+            self._hold()
 
     def ended(self, t_ns: int, transport: str, error: str | None) -> None:
-        self.recorder.end(t_ns, transport=transport, error=error)
+        # Who does not read and is cut off for it is not failed by the service.
+        left = "slow_reader" if transport == "reset" and self.recorder.consumer_hold_ns else ""
+        self._end(t_ns, left, transport, error)
+
+    def _leave(self, reason: str) -> None:
+        self.call.abort()
+        self._end(time.monotonic_ns(), reason)
+
+    def _end(self, t_ns: int, left: str, transport: str = "eof", error: str | None = None) -> None:
+        self.stop_timers(time.monotonic_ns())
+        self.recorder.end(t_ns, left=left, transport=transport, error=error)
+
+    def _hold(self) -> None:
+        connection = self.call.connection
+        if connection is not None and connection.hold():
+            self._held_since_ns = time.monotonic_ns()
+            self._resume = _after(self._replay.conduct.read_pause_ns, self._go_on, connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        self._count_hold(time.monotonic_ns())
+        connection.go_on()
+
+    def stop_timers(self, now_ns: int) -> None:
+        """The request is over, in the middle of a hold perhaps."""
+        for timer in (self._timeout, self._resume):
+            if timer is not None:
+                timer.cancel()
+        self._count_hold(now_ns)
+
+    def _count_hold(self, now_ns: int) -> None:
+        if self._held_since_ns:
+            assert self.recorder.consumer_hold_ns is not None
+            self.recorder.consumer_hold_ns += now_ns - self._held_since_ns
+            self._held_since_ns = 0
+
+
+def _after(delay_ns: int, call: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
+    """Not before the delay is over: timers of libuv are whole milliseconds, counted from the turn of the loop."""
+    return asyncio.get_running_loop().call_later(delay_ns / NS_PER_S + 0.001, call, *arguments)
+
+
+def retry_after_ns(text: str, date: str = "") -> int | None:
+    """How long a Retry-After asks to wait: seconds, or a date, which is the server's own and so counts from the `Date`
+    of the same answer. None for what is neither; a date that is over is now.
+    """
+    text = text.strip()
+    if text.isascii() and text.isdigit() and len(text) <= 9:
+        return int(text) * NS_PER_S
+    try:
+        wait = parsedate_to_datetime(text) - parsedate_to_datetime(date)
+    except (ValueError, TypeError):  # no dates, or one with a zone and one without
+        return None
+    return max(0, int(wait.total_seconds())) * NS_PER_S
+
+
+def _cpu_ns() -> int:
+    """Processor time of this process, user and system."""
+    used = os.times()
+    return int((used.user + used.system) * NS_PER_S)
 
 
 def _head(origin: Origin, target: Target) -> bytes:
@@ -359,7 +556,7 @@ def _head(origin: Origin, target: Target) -> bytes:
 
 
 def _body(target: Target, planned: Planned, text: PromptText) -> bytes:
-    prompt = text.cut(planned.prompt_tokens, planned.text_seed)
+    prompt = text.prompt(planned)
     if target.api == "chat":
         asked = b'"messages":[{"role":"user","content":"%s"}]' % prompt
     else:

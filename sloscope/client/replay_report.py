@@ -12,6 +12,8 @@ from sloscope.definitions import min_n_upper, nearest_rank, ratio
 from sloscope.units import NS_PER_S, format_ns
 
 QUANTILE_METHOD = "nearest rank"
+LATE_NS = 5_000_000  # dispatch lag at p99 that one core should keep
+BUSY_SHARE = 0.7  # of a core: beyond it a send waits for the process itself
 Row = dict[str, Any]
 
 
@@ -33,6 +35,10 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
         "qualified": tally.qualified,
         "attainment": ratio(tally.qualified, tally.offered),
         "vacuous": tally.vacuous,
+        "retries": tally.retries,
+        "retries_completed": tally.retries_completed,
+        "retries_not_sent": tally.retries_not_sent,
+        "slow_readers": tally.slow_readers,
         "own_limit": tally.own_limit,
         "output_tokens": tally.output_tokens,
         "ttft_p50_s": _quantile_s(plain, 500),
@@ -49,6 +55,8 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
         "schedule_span_s": schedule.span_ns / NS_PER_S,
         "scheduled_rate_rps": schedule.mean_rate,
         "wall_s": tally.wall_ns / NS_PER_S,
+        "processes": tally.processes,
+        "cpu_share": tally.cpu_share,
         "interrupted": tally.interrupted,
         "valid": reason is None,
         "invalid_reason": reason,
@@ -60,9 +68,11 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
 
 
 def invalid_reason(tally: Tally, schedule: Schedule) -> str | None:
-    """Why the run did not offer the load it claims: requests that met a limit of the generator itself, or sends that
-    were late by more than a tenth of the TTFT limit at p99.
+    """Why the run did not offer the load it claims: processes that were lost, requests that met a limit of the
+    generator itself, or sends that were late by more than a tenth of the TTFT limit at p99.
     """
+    if tally.processes_lost:
+        return f"{tally.processes_lost} of {tally.processes} processes ended without their counts"
     if tally.own_limit:
         return f"{tally.own_limit} requests found no free descriptor or port in this process (see ulimit -n)"
     limit, lag = schedule.ttft_limit_ns, sorted(tally.dispatch_lag_ns)
@@ -72,6 +82,20 @@ def invalid_reason(tally: Tally, schedule: Schedule) -> str | None:
     if p99 * 10 <= limit:
         return None
     return f"dispatch lag p99 {p99 / 1e6:.1f}ms is above a tenth of the ttft limit {format_ns(limit)}"
+
+
+def outgrown(tally: Tally, cores: int) -> str | None:
+    """Whether sends were late, and for want of a core: what there is to do about it."""
+    lag = sorted(tally.dispatch_lag_ns)
+    p99 = lag[nearest_rank(990, len(lag)) - 1] if lag else 0
+    if p99 <= LATE_NS or tally.cpu_share is None:
+        return None
+    used = f"sends left {p99 / 1e6:.1f}ms late at p99 with {tally.cpu_share:.0%} of a core used"
+    if tally.cpu_share < BUSY_SHARE:
+        return f"{used}: other work on this machine holds the replay up"
+    if tally.processes >= cores:
+        return f"{used} in each of {tally.processes} processes, and there are {cores} cores: a bigger machine would do"
+    return f"{used}: --processes {tally.processes + 1} shares the load"
 
 
 def _rank_s(ordered: Sequence[int], permille: int) -> float | None:

@@ -14,12 +14,15 @@ answers end by their cap.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
+from statistics import fmean, pstdev
 from typing import Any
 
-from sloscope.client.traces import TraceRow
+from sloscope.client.traces import BLOCK_TOKENS, TraceRow
 from sloscope.contract import UNKNOWN_CLASS, Contract, Resolved, resolve
 from sloscope.definitions import nearest_rank
 from sloscope.errors import ConfigError, ContractError
@@ -45,6 +48,7 @@ class Plan:
     class_name: str = ""
     tenants: tuple[str, ...] = ()
     cancel_rate: float = 0.0  # share of requests stopped by the consumer after a drawn number of events
+    slow_readers: float = 0.0  # share of requests whose consumer holds off reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,9 @@ class Planned:
     cancel_after: int | None  # output events after which the consumer stops it
     text_seed: int
     line: int
+    index: int = 0  # position in the whole schedule
+    blocks: tuple[int, ...] = ()  # of the prompt, by the trace's ids
+    slow_reader: bool = False
 
     @property
     def capped(self) -> bool:
@@ -72,10 +79,12 @@ class Planned:
 class Schedule:
     requests: tuple[Planned, ...]
     classes: dict[str, Resolved]  # what each class that occurs was promised
+    span_ns: int  # from the first arrival to the last, of the whole schedule in every part of it
+    block_tokens: Fraction = Fraction(BLOCK_TOKENS)  # of a prompt block after scaling
 
-    @property
-    def span_ns(self) -> int:
-        return self.requests[-1].offset_ns
+    def part(self, number: int, parts: int) -> Schedule:
+        """Every `parts`-th request from `number` on, at the times of the whole schedule. May be empty."""
+        return replace(self, requests=self.requests[number::parts])
 
     @property
     def mean_rate(self) -> float | None:
@@ -95,8 +104,8 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
     rows = rows[: plan.limit]
     factor = _time_factor(rows, plan)
     warm_rows, warm_ns = _warmup(plan.warmup)
-    draw_cap, draw_tenant, draw_cancel, draw_text = (
-        random.Random(f"{plan.seed}:{name}") for name in ("caps", "tenants", "cancels", "texts")
+    draw_cap, draw_tenant, draw_cancel, draw_text, draw_slow = (
+        random.Random(f"{plan.seed}:{name}") for name in ("caps", "tenants", "cancels", "texts", "slow")
     )
     lengths = Fraction(str(plan.scale_lengths))
     prompts = lengths if plan.scale_prompts is None else Fraction(str(plan.scale_prompts))
@@ -128,9 +137,12 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
                 cancel_after=1 + int(cancel_share * (output - 1)) if cancels and output > 1 else None,
                 text_seed=draw_text.getrandbits(32),
                 line=row.line,
+                index=index,
+                blocks=row.blocks,
+                slow_reader=draw_slow.random() < plan.slow_readers,
             )
         )
-    return Schedule(tuple(requests), classes)
+    return Schedule(tuple(requests), classes, requests[-1].offset_ns, BLOCK_TOKENS * prompts)
 
 
 def _check(plan: Plan) -> None:
@@ -146,8 +158,9 @@ def _check(plan: Plan) -> None:
             raise ConfigError(f"{name}: {value!r} is not accepted; accepted: a number above 0")
     if plan.limit is not None and plan.limit < 1:
         raise ConfigError(f"--limit: {plan.limit!r} is not accepted; accepted: 1 or more requests")
-    if not 0 <= plan.cancel_rate <= 1:
-        raise ConfigError(f"--cancel-rate: {plan.cancel_rate!r} is not accepted; accepted: a share from 0 to 1")
+    for name, share in (("--cancel-rate", plan.cancel_rate), ("--slow-readers", plan.slow_readers)):
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{name}: {share!r} is not accepted; accepted: a share from 0 to 1")
 
 
 def _time_factor(rows: Sequence[TraceRow], plan: Plan) -> Fraction:
@@ -213,20 +226,46 @@ _WORDS = tuple(_WORD_LIST.split())
 _TEXT_WORDS = 1 << 16
 
 
+_MARK_WORDS = 4
+_MIX = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring ids begin far from each other
+
+
 class PromptText:
     """Prompts of a wanted length, cut from one long run of words at a place that the request's seed picks.
 
     Cutting costs no more than copying, so a prompt of 100,000 tokens is not late for it. Two prompts share a prefix
-    only by chance.
+    only by chance, and where the trace says so: a block of a trace is the same text under the same id, and another from
+    its first words on under another.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, block_tokens: Fraction = Fraction(BLOCK_TOKENS)) -> None:
         generator = random.Random(f"{seed}:words")
         words = [generator.choice(_WORDS) for _ in range(_TEXT_WORDS)]
         self._starts = [0]
         for word in words:
             self._starts.append(self._starts[-1] + len(word) + 1)
         self._text = "".join(f" {word}" for word in words).encode()
+        self._block_tokens = block_tokens
+
+    def prompt(self, planned: Planned) -> bytes:
+        """The request's own text behind the blocks that its trace names."""
+        parts: list[bytes] = []
+        done = 0
+        for number, block_id in enumerate(planned.blocks, start=1):
+            end = min(block_end(number, self._block_tokens), planned.prompt_tokens)
+            parts.append(self._block(block_id, end - done))
+            done = end
+        parts.append(self.cut(planned.prompt_tokens - done, planned.text_seed))
+        return b"".join(parts)
+
+    def _block(self, block_id: int, tokens: int) -> bytes:
+        """The id written in words, its last digit first, then text that it picks."""
+        marks: list[bytes] = []
+        rest = block_id
+        for _ in range(min(_MARK_WORDS, tokens)):
+            rest, digit = divmod(rest, len(_WORDS))
+            marks.append(b" " + _WORDS[digit].encode())
+        return b"".join(marks) + self.cut(tokens - len(marks), block_id * _MIX)
 
     def cut(self, tokens: int, text_seed: int) -> bytes:
         """About `tokens` tokens: as many words, each with the blank before it. Needs no escaping in JSON."""
@@ -240,27 +279,89 @@ class PromptText:
         return b"".join(parts)
 
 
+def block_end(number: int, block_tokens: Fraction) -> int:
+    """Tokens of a prompt up to the end of its `number`-th block: rounded in sum, so that scaling keeps every share."""
+    return int(number * block_tokens)
+
+
+# --- what it comes to -------------------------------------------------------------------------------------------
+
+_QUANTILES = ((500, "p50"), (900, "p90"), (990, "p99"))
+
+
 def summary(schedule: Schedule) -> dict[str, Any]:
-    """What a dry run prints."""
+    """What a dry run prints. Counts are requests, `_tokens` of one request; None is not defined."""
     requests = schedule.requests
-    prompts = sorted(row.prompt_tokens for row in requests)
-    outputs = sorted(row.output_tokens for row in requests)
-
-    def rank(values: Sequence[int], permille: int) -> int:
-        return values[nearest_rank(permille, len(values)) - 1]
-
-    return {
+    row: dict[str, Any] = {
         "requests": len(requests),
         "span_s": schedule.span_ns / NS_PER_S,
         "mean_rate_rps": schedule.mean_rate,
-        "classes": ", ".join(schedule.classes),
-        "prompt_tokens_p50": rank(prompts, 500),
-        "prompt_tokens_p90": rank(prompts, 900),
-        "prompt_tokens_max": prompts[-1],
-        "output_tokens_p50": rank(outputs, 500),
-        "output_tokens_p90": rank(outputs, 900),
-        "output_tokens_max": outputs[-1],
-        "capped": sum(row.capped for row in requests),
-        "warmup": sum(row.warmup for row in requests),
-        "cancelling": sum(row.cancel_after is not None for row in requests),
+        "peak_rate_rps": peak_rate([each.offset_ns for each in requests]),
+        "arrival_cv": arrival_cv([each.offset_ns for each in requests]),
+        "classes": _counted(each.class_name for each in requests),
+        "tenants": _counted(each.tenant for each in requests if each.tenant),
     }
+    for name, values in (
+        ("prompt_tokens", sorted(each.prompt_tokens for each in requests)),
+        ("output_tokens", sorted(each.output_tokens for each in requests)),
+    ):
+        for permille, said in _QUANTILES:
+            row[f"{name}_{said}"] = values[nearest_rank(permille, len(values)) - 1]
+        row[f"{name}_max"] = values[-1]
+        row[f"{name}_sum"] = sum(values)
+    return row | {
+        "shared_prefix_share": shared_prefix_share(schedule),
+        "capped": sum(each.capped for each in requests),
+        "warmup": sum(each.warmup for each in requests),
+        "cancelling": sum(each.cancel_after is not None for each in requests),
+        "slow_readers": sum(each.slow_reader for each in requests),
+    }
+
+
+def _counted(names: Iterable[str]) -> str | None:
+    return ", ".join(f"{name}={count}" for name, count in Counter(names).most_common()) or None
+
+
+def peak_rate(offsets_ns: Sequence[int]) -> int:
+    """Most arrivals in any one second, wherever it begins."""
+    first = peak = 0
+    for last, offset_ns in enumerate(offsets_ns):
+        while offset_ns - offsets_ns[first] >= NS_PER_S:
+            first += 1
+        peak = max(peak, last - first + 1)
+    return peak
+
+
+def arrival_cv(offsets_ns: Sequence[int]) -> float | None:
+    """Standard deviation of the gaps over their mean: 0 for constant arrivals, about 1 for Poisson's."""
+    gaps = [after - before for before, after in pairwise(offsets_ns)]
+    if len(gaps) < 2 or not any(gaps):
+        return None
+    return pstdev(gaps) / fmean(gaps)
+
+
+def shared_prefix_share(schedule: Schedule) -> float | None:
+    """Share of all prompt tokens that stand in a chain of blocks which an earlier prompt began with.
+
+    What a prefix cache that forgets nothing could give. None for a trace that names no blocks.
+    """
+    if not any(each.blocks for each in schedule.requests):
+        return None
+    nodes: dict[tuple[int, int], int] = {}  # (node, block id) → the node behind it
+    known: list[int] = [0]  # tokens that the longest prompt through a node has up to there
+    shared = 0
+    for each in schedule.requests:
+        node = 0
+        reused = 0
+        for number, block_id in enumerate(each.blocks, start=1):
+            end = min(block_end(number, schedule.block_tokens), each.prompt_tokens)
+            found = nodes.get((node, block_id))
+            if found is None:
+                found = nodes[node, block_id] = len(known)
+                known.append(end)
+            else:
+                reused = min(known[found], end)
+                known[found] = max(known[found], end)
+            node = found
+        shared += reused
+    return shared / sum(each.prompt_tokens for each in schedule.requests)

@@ -289,3 +289,35 @@ def test_https_is_verified_and_a_certificate_that_is_not_trusted_is_a_connect_er
             assert refused.end == ("connect_error", "SSLCertVerificationError")
 
         uvloop.run(main())
+
+
+def test_a_connection_with_a_small_buffer_is_of_one_use_and_reads_nothing_while_held() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        seen = Seen()
+        call = pool.send(request_bytes("GET", pool.origin, "/x"), seen, receive_buffer=4096)
+        while not seen.reads:
+            await asyncio.sleep(0.01)
+        assert call.connection is not None and call.connection.hold()
+        got = len(seen.body)
+        await asyncio.sleep(0.3)
+        assert len(seen.body) == got and not seen.over.is_set()
+        call.connection.go_on()
+        await asyncio.wait_for(seen.over.wait(), 5)
+        assert seen.end == ("eof", None) and len(seen.body) > got
+        assert not call.connection.hold()
+        await get(pool)
+        assert pool.opened == 2
+
+    with_pool(tokens(1000), use)
+
+
+def test_a_small_buffer_and_no_connection_is_told_like_any_other() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        dead = Pool(Origin("http", "127.0.0.1", 9, ""))
+        seen = Seen()
+        dead.send(request_bytes("GET", dead.origin, "/x"), seen, receive_buffer=4096)
+        await asyncio.wait_for(seen.over.wait(), 5)
+        assert seen.end == ("connect_error", "ConnectionRefusedError")
+        await dead.close()
+
+    with_pool(tokens(1), use)

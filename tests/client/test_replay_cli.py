@@ -112,6 +112,102 @@ def test_a_dry_run_needs_no_server_and_writes_nothing(tmp_path: Path) -> None:
     assert (row["requests"], row["mean_rate_rps"], row["span_s"]) == (10, 20.0, 0.45)  # 9 gaps of 50 ms
 
 
+def test_a_dry_run_tells_the_shape_of_a_mooncake_trace(tmp_path: Path) -> None:
+    trace = tmp_path / "mooncake.jsonl"
+    ids = [[1, 2], [1, 2, 3], [4]]
+    trace.write_text(
+        "".join(
+            json.dumps({"timestamp": at, "input_length": 512 * len(row), "output_length": 9, "hash_ids": row}) + "\n"
+            for at, row in zip((0, 0, 3000), ids, strict=True)
+        )
+    )
+    asked = ["--dry-run", *GOODPUT, "--tenant", "t1", "--slow-readers", "1", "--cancel-rate", "1", "--warmup", "1"]
+    done = sloscope("replay", str(trace), *asked, "--format", "json")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["requests"], row["span_s"], row["arrivals"], row["left_out"]) == (3, 3.0, "as recorded", 0)
+    # Two in the first second; gaps of 0 and 3 s: mean 1.5, deviation 1.5.
+    assert (row["peak_rate_rps"], row["arrival_cv"]) == (2, 1.0)
+    # 1,024 of 1024 + 1536 + 512 prompt tokens stood in a prompt before.
+    assert row["shared_prefix_share"] == 1024 / 3072
+    assert (row["tenants"], row["slow_readers"], row["cancelling"], row["warmup"]) == ("t1=3", 3, 3, 1)
+    for format in ("table", "csv"):
+        told = sloscope("replay", str(trace), *asked, "--format", format)
+        assert told.returncode == 0 and "shared_prefix_share" in told.stdout and "t1=3" in told.stdout
+
+
+def test_arrivals_of_another_kind_are_printed(tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n" + "50,4\n" * 8)
+    asked = ["--arrivals", "burst", "--burst-size", "4", "--burst-period", "1s", "--burst-on", "0"]
+    dry = sloscope("replay", str(trace), "--dry-run", *GOODPUT, *asked, "--format", "json")
+    (row,) = json.loads(dry.stdout)
+    assert row["arrivals"] == "burst at 4 req/s, 4 in 0s of every 1s" and row["peak_rate_rps"] == 4
+    with SseServer(tokens(4)) as server:
+        done = replayed(str(trace), "--url", server.url, "--events", str(tmp_path / "e"), *GOODPUT, *asked)
+    assert done.returncode == 0 and "; arrivals burst at 4 req/s" in done.stderr
+
+
+def test_failures_in_a_trace_are_counted_and_left_out(tmp_path: Path) -> None:
+    trace = tmp_path / "burst.csv"
+    trace.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,GPT-4,9,4,13,API log\n6,GPT-4,9,0,9,API log\n"
+    )
+    done = sloscope("replay", str(trace), "--dry-run", *GOODPUT, "--format", "json")
+    (row,) = json.loads(done.stdout)
+    assert (row["requests"], row["left_out"]) == (1, 1)
+    assert "1 rows are failed requests of unknown length and are left out" in done.stderr
+
+
+def test_retries_are_counted_apart(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if "x-sloscope-retry-of" in asked.headers:
+            await tokens(4)(asked, reply)
+        else:
+            await reply.json(429, {"error": {}}, {"retry-after": "0"})
+
+    with SseServer(script) as server:
+        asked = ["--retries", "1", "--timeout", "10s", "--format", "json"]
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, *asked)
+    (row,) = json.loads(done.stdout)
+    assert (row["scheduled"], row["sent"], row["offered"], row["retries"]) == (10, 20, 20, 10)
+    assert (row["completed"], row["failed"], row["retries_completed"]) == (10, 10, 10)
+    assert (row["qualified"], row["attainment"]) == (10, 0.5)
+
+
+@pytest.mark.parametrize(("rule", "followed"), [("drain", 'drain_limit = "2s"'), ("unfinished", 'grace = "300ms"')])
+def test_the_contracts_window_rule_says_how_long_open_requests_are_followed(
+    tmp_path: Path, rule: str, followed: str
+) -> None:
+    contract = tmp_path / "slo.toml"
+    contract.write_text(f'version = 1\n[classes.a]\ne2e = "9s"\n[window]\nrule = "{rule}"\n{followed}\n')
+    with SseServer(tokens(2, gap_s=1.0)) as server:
+        arguments = ["--url", server.url, "--events", str(tmp_path / "e"), "--contract", str(contract)]
+        done = replayed("synthetic:constant?n=4&rate=100", *arguments, "--format", "json")
+    (row,) = json.loads(done.stdout)
+    # An answer takes a second: the drain waits for it, a grace of 300 ms does not.
+    assert (row["completed"], row["unfinished"]) == ((4, 0) if rule == "drain" else (0, 4)), done.stderr
+    assert row["window_rule"] == rule and row["offered"] == 4
+    assert done.returncode == (0 if rule == "drain" else 1)
+
+
+def test_what_is_zero_is_printed_as_zero(tmp_path: Path) -> None:
+    with SseServer(tokens(4, first_s=0.05)) as server:
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), "--goodput", "ttft:1", "--format", "json")
+    (row,) = json.loads(done.stdout)
+    assert (row["qualified"], row["attainment"], row["completed"]) == (0, 0.0, 10)
+    assert (row["failed"], row["cancelled"], row["unfinished"], row["own_limit"]) == (0, 0, 0, 0)
+    assert done.returncode == 0  # late answers are answers
+
+
+def test_an_invalid_run_is_said_loudly(tmp_path: Path) -> None:
+    # A tenth of the limit is 1 µs: no send is that punctual.
+    with SseServer(tokens(4)) as server:
+        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), "--goodput", "ttft:0.01")
+    assert "INVALID RUN: dispatch lag p99 " in done.stderr
+
+
 def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path], Records]) -> None:
     code = "from sloscope.cli import main; main()"
     slow = "synthetic:constant?n=1000&rate=20"
@@ -150,6 +246,25 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path
         ([TEN, *GOODPUT, "--format", "xml"], "--format: 'xml'"),
         ([TEN, *GOODPUT, "--rate", "1", "--speedup", "2"], "--speedup: not together"),
         ([TEN, *GOODPUT, "--limit", "-1"], "--limit: -1 is not accepted"),
+        ([TEN, *GOODPUT, "--arrivals", "weekly"], "--arrivals: 'weekly' is not accepted; accepted: trace, poisson"),
+        ([TEN, *GOODPUT, "--arrivals", "poisson"], "--rate: is missing; accepted: the mean rate of --arrivals poisson"),
+        ([TEN, *GOODPUT, "--arrivals", "poisson", "--rate", "-1"], "--rate: -1.0"),
+        ([TEN, *GOODPUT, "--arrivals", "poisson", "--speedup", "2"], "--speedup: 2.0 is not for --arrivals poisson"),
+        ([TEN, *GOODPUT, "--arrival-cv", "2"], "--arrival-cv: 2.0 is not for --arrivals trace; accepted: with"),
+        ([TEN, *GOODPUT, "--arrivals", "gamma", "--rate", "1", "--arrival-cv", "0"], "--arrival-cv: 0.0"),
+        ([TEN, *GOODPUT, "--arrivals", "burst", "--rate", "1", "--burst-size", "0"], "--burst-size: 0"),
+        ([TEN, *GOODPUT, "--arrivals", "burst", "--rate", "1", "--burst-on", "1.1"], "--burst-on: 1.1"),
+        ([TEN, *GOODPUT, "--arrivals", "burst", "--rate", "1", "--burst-period", "1s"], "--burst-period: not together"),
+        ([TEN, *GOODPUT, "--arrivals", "burst", "--burst-period", "soon"], "--burst-period: 'soon'"),
+        ([TEN, *GOODPUT, "--synthetic-lengths", "words=3"], "--synthetic-lengths 'words=3': 'words' is not accepted"),
+        ([TEN, *GOODPUT, "--slow-readers", "2"], "--slow-readers: 2.0"),
+        ([TEN, *GOODPUT, "--read-pause", "0s"], "--read-pause: '0s'"),
+        ([TEN, *GOODPUT, "--timeout", "never"], "--timeout: 'never'"),
+        ([TEN, *GOODPUT, "--retries", "-1"], "--retries: -1 is not accepted; accepted: 0 to 20"),
+        ([TEN, *GOODPUT, "--retry-wait", "now"], "--retry-wait: 'now'"),
+        ([TEN, *GOODPUT, "--processes", "0"], "--processes: '0' is not accepted; accepted: 1 to 256, or auto"),
+        ([TEN, *GOODPUT, "--processes", "many"], "--processes: 'many'"),
+        ([TEN, *GOODPUT, "--format-trace", "weka"], "--format-trace: 'weka'"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise, takewhile
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from sloscope import contract as contracts
-from sloscope.client.schedule import Plan, PromptText, build, summary
+from sloscope.client.schedule import Plan, PromptText, Schedule, arrival_cv, build, peak_rate, summary
 from sloscope.client.traces import TraceRow, load
 from sloscope.errors import ConfigError, ContractError
 
@@ -79,10 +85,11 @@ def test_forced_lengths_have_no_natural_stop_and_their_cap_is_the_length() -> No
 def test_asking_for_one_thing_leaves_the_draws_of_the_others_alone() -> None:
     rows = load("synthetic:poisson?n=300", seed=1).rows
     bare = build(rows, CONTRACT, Plan(seed=9)).requests
-    rich = build(rows, CONTRACT, Plan(seed=9, tenants=("a", "b"), cancel_rate=0.5, warmup="5")).requests
+    asked = Plan(seed=9, tenants=("a", "b"), cancel_rate=0.5, slow_readers=0.5, warmup="5")
+    rich = build(rows, CONTRACT, asked).requests
     assert [row.max_tokens for row in bare] == [row.max_tokens for row in rich]
     assert [row.text_seed for row in bare] == [row.text_seed for row in rich]
-    assert [replace(row, tenant="", cancel_after=None, warmup=False) for row in rich] == list(bare)
+    assert [replace(row, tenant="", cancel_after=None, slow_reader=False, warmup=False) for row in rich] == list(bare)
 
 
 def test_the_schedule_is_the_same_for_the_same_seed() -> None:
@@ -133,6 +140,7 @@ def test_a_tenant_that_would_end_a_header_line_is_refused() -> None:
         Plan(scale_prompts=-1.0),
         Plan(limit=0),
         Plan(cancel_rate=1.5),
+        Plan(slow_readers=-0.1),
         Plan(warmup="soon"),
         Plan(warmup="-1"),
     ],
@@ -170,3 +178,146 @@ def test_a_dry_run_prints_counts_by_nearest_rank() -> None:
     row = summary(build(ROWS, CONTRACT, Plan(warmup="1")))
     assert (row["requests"], row["span_s"], row["mean_rate_rps"], row["warmup"]) == (3, 4.0, 0.5, 1)
     assert (row["prompt_tokens_p50"], row["prompt_tokens_p90"], row["output_tokens_max"]) == (200, 300, 31)
+    assert (row["prompt_tokens_sum"], row["output_tokens_p99"], row["classes"]) == (600, 31, "default=3")
+    assert (row["tenants"], row["shared_prefix_share"], row["slow_readers"]) == (None, None, 0)
+
+
+def test_a_share_of_the_readers_is_slow() -> None:
+    rows = load("synthetic:poisson?n=400", seed=1).rows
+    assert not any(row.slow_reader for row in build(rows, CONTRACT, Plan()).requests)
+    share = build(rows, CONTRACT, Plan(slow_readers=0.25)).requests
+    # 100 of 400; √(400·0.25·0.75) = 8.7, four times that is 35.
+    assert abs(sum(row.slow_reader for row in share) - 100) <= 35
+
+
+def test_the_busiest_second_may_begin_anywhere() -> None:
+    assert peak_rate([0, 900_000_000, 1_100_000_000, 1_800_000_000, 3 * S]) == 3  # from 0.9 s on
+    assert peak_rate([0, S]) == 1  # a second is half open
+    assert peak_rate([0, 0, 0]) == 3
+
+
+def test_the_arrival_cv_is_that_of_the_gaps() -> None:
+    # Gaps of 1 and 3 s: mean 2, standard deviation 1.
+    assert arrival_cv([0, S, 4 * S]) == 0.5
+    assert arrival_cv([0, S, 2 * S]) == 0.0
+    assert arrival_cv([0, S]) is None and arrival_cv([0, 0, 0]) is None
+
+
+# --- parts ------------------------------------------------------------------------------------------------------
+
+
+@given(n=st.integers(1, 60), parts=st.integers(1, 9), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_parts_of_a_schedule_are_the_schedule(n: int, parts: int, seed: int) -> None:
+    plan = Plan(seed=seed, tenants=("a", "b"), cancel_rate=0.3, slow_readers=0.3, rate=9.0 if n > 1 else None)
+    whole = build(load(f"synthetic:poisson?n={n}", seed=seed).rows, CONTRACT, plan)
+    split = [whole.part(number, parts) for number in range(parts)]
+    merged = sorted((row for part in split for row in part.requests), key=lambda row: row.index)
+    assert tuple(merged) == whole.requests
+    assert [row.index % parts for part in split for row in part.requests] == [
+        number for number, part in enumerate(split) for _ in part.requests
+    ]
+    # Every part ends when the whole does.
+    assert {part.span_ns for part in split} == {whole.span_ns}
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 10**12), st.integers(1, 9999), st.integers(1, 999)), min_size=1, max_size=40
+    ),
+    rate=st.none() | st.floats(0.1, 1000),
+    scale=st.floats(0.01, 3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_schedule_keeps_order_pairs_and_the_asked_rate(
+    rows: list[tuple[int, int, int]], rate: float | None, scale: float, seed: int
+) -> None:
+    rows = sorted(rows)
+    trace = [TraceRow(at - rows[0][0], a, b, line) for line, (at, a, b) in enumerate(rows, start=1)]
+    if trace[-1].offset_ns < 1000:  # arrivals of one instant have no rate, and nanoseconds bound how exact one can be
+        rate = None
+    plan = Plan(rate=rate, scale_lengths=scale, seed=seed)
+    fixed = build(trace, CONTRACT, plan)
+    assert fixed == build(trace, CONTRACT, plan)
+    assert all(before.offset_ns <= after.offset_ns for before, after in pairwise(fixed.requests))
+    factor = Fraction(str(scale))
+    for row, planned in zip(trace, fixed.requests, strict=True):
+        for asked, got in ((row.prompt_tokens, planned.prompt_tokens), (row.output_tokens, planned.output_tokens)):
+            assert got == max(1, int(asked * factor + Fraction(1, 2)))
+    if rate is not None and fixed.mean_rate is not None:
+        # Offsets are cut to whole nanoseconds.
+        assert abs(fixed.span_ns - (len(rows) - 1) * S / rate) <= 1
+
+
+# --- shared prefixes --------------------------------------------------------------------------------------------
+
+
+def chains(*blocks: tuple[int, ...], tail: int = 0, plan: Plan | None = None) -> Schedule:
+    """Requests a second apart whose prompts are these blocks, and `tail` tokens that no block names."""
+    rows = [TraceRow(n * S, len(ids) * 512 + tail, 4, n + 1, blocks=ids) for n, ids in enumerate(blocks)]
+    return build(rows, CONTRACT, plan or Plan())
+
+
+@cache
+def text_of(block_tokens: Fraction) -> PromptText:
+    return PromptText(3, block_tokens)
+
+
+def common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of what both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def words_shared(fixed: Schedule, a: int, b: int) -> int:
+    text = text_of(fixed.block_tokens)
+    first, second = (text.prompt(fixed.requests[n]).decode().split(" ")[1:] for n in (a, b))
+    return common(first, second)
+
+
+def test_prompts_share_exactly_the_chain_of_blocks_that_both_begin_with() -> None:
+    fixed = chains((7, 8, 9), (7, 8, 10, 11), (8, 7))
+    # Two blocks of 512; ids 9 and 10 differ in the first word of the third.
+    assert words_shared(fixed, 0, 1) == 1024
+    assert words_shared(fixed, 0, 2) == 0
+    text = PromptText(3)
+    assert [text.prompt(row).count(b" ") for row in fixed.requests] == [1536, 2048, 1024]
+
+
+def test_the_same_chain_is_the_same_text_and_what_no_block_names_is_each_ones_own() -> None:
+    fixed = chains((1, 2), (1, 2), tail=100)
+    text = PromptText(3)
+    first, second = (text.prompt(row) for row in fixed.requests)
+    assert 1024 <= words_shared(fixed, 0, 1) < 1030 and first != second  # own texts share a word by chance
+
+
+def test_scaled_prompts_keep_the_share_of_their_prefix() -> None:
+    plain, eighth = chains((1, 2, 3), (1, 2, 4)), chains((1, 2, 3), (1, 2, 4), plan=Plan(scale_lengths=0.125))
+    assert [row.prompt_tokens for row in eighth.requests] == [192, 192]  # 1536 / 8
+    assert words_shared(eighth, 0, 1) == 128  # 1024 / 8
+    # 1,024 of the second prompt's tokens are the first's: 1024 / 3072.
+    assert summary(plain)["shared_prefix_share"] == summary(eighth)["shared_prefix_share"] == 1024 / 3072
+
+
+def test_a_block_that_is_not_full_is_shared_as_far_as_it_goes() -> None:
+    rows = [TraceRow(0, 600, 4, 1, blocks=(1, 2)), TraceRow(S, 700, 4, 2, blocks=(1, 2))]
+    fixed = build(rows, CONTRACT, Plan())
+    assert words_shared(fixed, 0, 1) == 600
+    assert summary(fixed)["shared_prefix_share"] == 600 / 1300
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 10**9), min_size=1, max_size=5), min_size=2, max_size=6),
+    scale=st.sampled_from([0.05, 0.125, 0.3, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_two_prompts_share_their_common_chain_up_to_a_few_words(
+    prompts: list[list[int]], scale: float, seed: int
+) -> None:
+    fixed = chains(*(tuple(ids) for ids in prompts), plan=Plan(scale_lengths=scale, seed=seed))
+    for a, b in pairwise(range(len(prompts))):
+        # Where ids differ, so does one of the four words that spell them.
+        least = int(common(prompts[a], prompts[b]) * fixed.block_tokens)
+        most = min(fixed.requests[a].prompt_tokens, fixed.requests[b].prompt_tokens, least + 3)
+        assert min(least, most) <= words_shared(fixed, a, b) <= most

@@ -40,6 +40,7 @@ _FILES = {
     "vidur": Format(vidur.LOOKS_LIKE, vidur.recognises, _plain(vidur.read)),
 }
 FORMATS = (*_FILES, "synthetic")
+AS_RECORDED = "as recorded"
 
 
 class Trace(NamedTuple):
@@ -48,8 +49,8 @@ class Trace(NamedTuple):
     source: str
     reordered: int  # rows that stood after a later arrival and were sorted
     left_out: int = 0  # rows of failed requests, whose length nobody knows
-    arrivals: str = "of the trace"  # or how they were made
-    lengths: str = "of the trace"
+    arrivals: str = AS_RECORDED  # or how they were made
+    lengths: str = AS_RECORDED
 
 
 def load(
