@@ -19,6 +19,7 @@ from reference_server.openai_api import ApiError, shown
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOOPBACK = ("127.0.0.1", "::1")
+MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, as far as they come in more than one read
 MAX_AHEAD = 64  # requests that one connection may send before the answer to the first is complete
 
 
@@ -70,12 +71,14 @@ class StampingProtocol(HttpToolsProtocol):
 
     It tells every answer that is not complete when the consumer leaves; uvicorn tells only the latest of a connection.
     To see someone leave it must read, so it does not stop reading for requests that are sent ahead of their turn.
+    The parser keeps a head or trailers of any length, so what gets no further is refused here.
 
     An HTTP/1.0 peer gets a body that ends with the connection. uvicorn would send it chunks, which are no part of
     HTTP/1.0 (RFC 9112 section 6.1); nginx speaks HTTP/1.0 to its upstreams unless told otherwise.
     """
 
     _received_ns = 0
+    _no_progress = 0  # bytes of later reads since the last head, piece of a body or end of a request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._hops: list[Hop] = []
@@ -86,7 +89,10 @@ class StampingProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received_ns = time.monotonic_ns()
+        self._no_progress += len(data)
         super().data_received(data)
+        if self._no_progress > MAX_HEAD_BYTES and not self._stamped.closed_here:
+            self.send_400_response(f"headers: more than {MAX_HEAD_BYTES} bytes; accepted: at most that")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -96,6 +102,7 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._no_progress = 0
         self._hop.cycle = self.cycle
         self._read_on()
         if self.cycle is not None and self.scope.get("http_version") == "1.0":
@@ -104,6 +111,7 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
+        self._no_progress = 0
         self._read_on()
 
     def _read_on(self) -> None:
@@ -117,6 +125,7 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._hop.body_complete_ns = self._received_ns
+        self._no_progress = 0
         super().on_message_complete()
 
     def eof_received(self) -> None:

@@ -1,5 +1,7 @@
 """The whole server: real processes, real sockets, the built-in model."""
 
+import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -309,6 +311,29 @@ def test_the_journal_counters_are_those_of_both_processes(served: Served) -> Non
 def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
     response = httpx.post(f"{served.url}/v1/completions", content=b"x" * (17 << 20), timeout=30)
     assert response.status_code == 413 and "accepted: at most" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "line"),
+    [
+        (b"GET /", b"x" * 1000),
+        (b"GET /health HTTP/1.1\r\n", b"x-many: " + b"y" * 1000 + b"\r\n"),
+        (b"GET /health HTTP/1.1\r\nx-long: ", b"y" * 1000),
+        (b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-trailer: ", b"y" * 1000),
+    ],
+    ids=["path", "headers", "header", "trailer"],
+)
+def test_a_head_without_end_is_refused_and_not_kept(served: Served, begun: bytes, line: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as client:
+        client.sendall(begun)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 10_000_000:
+                client.sendall(line)
+                sent += len(line)
+        # Beyond the limit there is what lay in the kernels' buffers when the connection was closed.
+        assert 1 << 16 <= sent < 9_000_000
+    assert served.text().status_code == 200
 
 
 def test_a_prompt_that_must_be_too_long_is_refused_without_being_encoded(served: Served) -> None:
