@@ -142,6 +142,13 @@ class StampingProtocol(HttpToolsProtocol):
                 hop.close(closed_ns)
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """Everybody has been answered or cut; for the rest of a body uvicorn would wait, and then cancel its task."""
+        if self.cycle is not None and not self.cycle.response_complete and self.cycle.more_body:
+            self._cut()
+        else:
+            super().shutdown()
+
     def _cut(self) -> None:
         self._end(None)
 
