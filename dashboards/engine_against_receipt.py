@@ -28,6 +28,7 @@ def dashboard() -> Any:
                     panels_engine.undelivered,
                     panels_recorder.upstreams_up,
                     panels_recorder.upstreams_in_flight,
+                    panels_recorder.upstreams_outstanding,
                 ),
             ),
             layout.Row(

@@ -86,6 +86,17 @@ def upstreams_in_flight() -> Any:
     )
 
 
+def upstreams_outstanding() -> Any:
+    tokens = promql.row("sloscope_upstream_outstanding_tokens")
+    return style.lines(
+        "Outstanding tokens by upstream",
+        "By which the sidecar chooses: prompts without output yet and output that may still come. An estimate.",
+        "short",
+        [style.query(promql.level(tokens, ("upstream",)), "{{upstream}}")],
+        no_value=_NOTHING,
+    )
+
+
 def builds() -> Any:
     build = promql.row("sloscope_build_info")
     return style.facts(

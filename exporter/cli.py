@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from exporter.settings import Settings, check_role, parse_cors_origin, parse_engine_metrics, parse_upstream, tls_context
+from exporter.hedging import parse_hedge_after
+from exporter.settings import (
+    Settings,
+    check_balance,
+    check_role,
+    parse_cors_origin,
+    parse_engine_metrics,
+    parse_upstream,
+    tls_context,
+)
 from sloscope import contract as contracts
 from sloscope.client import contract_file
 from sloscope.errors import ConfigError, ContractError
@@ -40,6 +49,22 @@ def sidecar(
     inspect_limit: Annotated[
         int, typer.Option(min=1024, help="Bytes of a request body that are looked at; larger ones pass unread.")
     ] = 8 << 20,
+    balance: Annotated[
+        str, typer.Option(help="What makes an upstream the least busy: outstanding tokens or requests.")
+    ] = "tokens",
+    hedge_after: Annotated[
+        str,
+        typer.Option(
+            help="Ask a second upstream when no output event came in this time: a quantile of recent ones, p50 to p99,"
+            " or a duration. Default: never."
+        ),
+    ] = "",
+    hedge_max_share: Annotated[
+        float, typer.Option(help="Second requests, at most, as a share of those that could be hedged; 0 to 1.")
+    ] = 0.05,
+    ask_usage: Annotated[
+        bool, typer.Option("--ask-usage", help="Ask upstreams for the usage of streams whose client did not.")
+    ] = False,
     drain: Annotated[str, typer.Option(help="How long open streams may go on after SIGTERM.")] = "10s",
     sql_every: Annotated[str, typer.Option(help="How often sloscope_sql_ series are computed; off: never.")] = "30s",
     engine_metrics: Annotated[
@@ -78,6 +103,8 @@ def sidecar(
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
     check_role(role)
+    check_balance(balance)
+    _check_hedging(hedge_after, hedge_max_share, len(upstream))
     cors_origins = tuple(parse_cors_origin(origin) for origin in cors_origin or [])
     with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
         _check_events(events)
@@ -100,8 +127,21 @@ def sidecar(
                 cors_origins=cors_origins,
                 engine_metrics=engines,
                 engine_metrics_every_ns=engines_every_ns,
+                balance=balance,
+                hedge_after=hedge_after,
+                hedge_max_share=hedge_max_share,
+                ask_usage=ask_usage,
             )
             raise typer.Exit(supervise(settings, listener, control_listener))
+
+
+def _check_hedging(after: str, max_share: float, upstreams: int) -> None:
+    if not 0 < max_share <= 1:
+        raise ConfigError(f"--hedge-max-share: {max_share:g} is not accepted; accepted: above 0, at most 1")
+    if after:
+        parse_hedge_after(after)
+        if upstreams < 2:
+            raise ConfigError(f"--hedge-after: {after!r} needs a second --upstream to ask")
 
 
 def _engine_metrics(urls: list[str], every: str) -> tuple[tuple[str, ...], int]:

@@ -18,6 +18,7 @@ import orjson
 import uvloop
 
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
+from exporter.hedging import Hedges, parse_hedge_after
 from exporter.observation import PROBLEMS, Observation, Watch
 from exporter.settings import Settings, parse_upstream, tls_context
 from exporter.upstream import Pool, Upstreams
@@ -46,7 +47,11 @@ class DataPlane:
         self.watch = Watch(settings, contract, self.store, self.recorder, clock)
         upstreams = [parse_upstream(url) for url in settings.upstreams]
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
-        self.upstreams = Upstreams([Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams])
+        pools = [Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams]
+        self.upstreams = Upstreams(pools, clock, by_tokens=settings.balance == "tokens")
+        self.hedges: Hedges | None = None
+        if settings.hedge_after:
+            self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)
         self.clients: set[ClientConnection] = set()
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
@@ -125,6 +130,7 @@ class DataPlane:
                 self.store.set(name, total, labels)
         self.store.set("sloscope_journal_late_begins_total", recorder.late_begins)
         self.store.set("sloscope_journal_lag_seconds", recorder.lag_ns / 1e9, labels)
+        self.upstreams.publish()
         return self.store.drain(full)
 
     async def drain(self) -> None:

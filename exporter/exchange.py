@@ -2,6 +2,9 @@
 
 The order for every piece of a response: stamped where the socket was read, stamped again and forwarded, and only then
 understood. What the observation does can delay nothing but the next read, and what it raises stops here.
+
+A request that may be hedged differs until its first output event: what comes is understood first and held, since only
+one of two attempts may reach the client. From then on nothing is held.
 """
 
 from __future__ import annotations
@@ -9,21 +12,25 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from exporter import http1
-from exporter.framing import Body, Chunked, MessageError, Sized, UntilClose
+from exporter import ask_usage, http1
+from exporter.ask_usage import UsageFilter
+from exporter.attempt import Attempt
+from exporter.contest import Contest
+from exporter.framing import Chunked, MessageError, Sized, UntilClose
 from exporter.http1 import RequestHead, ResponseHead
 from exporter.observation import Observation
-from exporter.settings import is_observed
-from exporter.upstream import Pool, UpstreamConnection
+from exporter.settings import Upstream, is_observed
+from exporter.upstream import Pool, Work, estimate
 
 if TYPE_CHECKING:
     from exporter.client_connection import ClientConnection
     from exporter.data_plane import DataPlane
 
 _UPLOAD_BUFFER = 256 << 10  # bytes of a body that is not looked at, while the upstream is not connected yet
+_LAST_CHUNK = b"0\r\n\r\n"
 ID_HEADER = b"x-sloscope-request-id"
 
 
@@ -31,7 +38,7 @@ class Exchange:
     """Lives from a complete request head to the end of the response, or until a side is gone."""
 
     def __init__(self, plane: DataPlane, client: ClientConnection, head: RequestHead, arrived_ns: int) -> None:
-        self._plane = plane
+        self.plane = plane
         self._client = client
         self._head = head
         self.over = False
@@ -46,24 +53,24 @@ class Exchange:
         limit = plane.settings.inspect_limit
         declared = head.body.left if isinstance(head.body, Sized) else 0
         self._gathering = self._observation is not None and declared <= limit
+        self._declared = declared
         self._raw: list[bytes] = []
         self._raw_bytes = 0
         self._payload: list[bytes] = []
-        self._begin_written = self._observation is None
+        self._own_headers: http1.Headers = []  # in place of the client's
+        self._asks_usage = False
         self._dispatched = False
-        self._sent = False
 
-        self._pool: Pool | None = None
-        self._tried: list[Pool] = []
-        self._upstream: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._sent_again = False
+        # Who answers. While that is not decided there is no leader, and what the attempts bring is held.
+        self._leader: Attempt | None = None
+        self._contest: Contest | None = None
+        self.tried: list[Pool] = []  # could not be reached
+        self._whole_ns = 0  # when the request was complete
+        self._awaits_output = False  # a first attempt whose first output event is to be timed
 
         # The response on its way down.
-        self._response_head = b""
-        self._response: ResponseHead | None = None
-        self._body: Body | None = None
         self._dechunk = False
+        self._filter: UsageFilter | None = None
         self._held_since_ns = 0
 
         if head.expects_continue and not head.body.complete:
@@ -71,32 +78,44 @@ class Exchange:
         if head.body.complete:
             self._request_complete(arrived_ns)
         elif not self._gathering:
-            self._dispatch(None, None)
+            # In the next turn: a body that is broken in the very read that brought its head sends nothing up.
+            plane.loop.call_soon(self._dispatch_unread)
 
     # --- observing
 
     def _watch(self, arrived_ns: int) -> None:
         try:
             path = self._head.path.decode("latin-1")
-            self._observation = Observation(self._plane.watch, self._head.lowered(), path, arrived_ns)
+            self._observation = Observation(self.plane.watch, self._head.lowered(), path, arrived_ns)
             self._id_header = [(ID_HEADER, self._observation.request_id.encode())]
         except Exception as error:
-            self._plane.observer_failed(error)
+            self.plane.observer_failed(error)
 
-    def _observe(self, method: Callable[..., None], *arguments: Any) -> None:
+    def observe(self, method: Callable[..., None], *arguments: Any) -> bool:
         """The one boundary: what the observer raises is counted, and the stream goes on."""
         try:
             method(*arguments)
         except Exception as error:
-            self._plane.observer_failed(error)
+            self.plane.observer_failed(error)
+            return False
+        return True
 
     def _end_observation(self, transport: str, left: str = "") -> None:
-        if self._observation is not None:
-            if self._held_since_ns:
-                self.download_resumed()
-            complete = self._body is not None and self._body.complete
-            now = self._plane.clock.monotonic_ns()
-            self._observe(self._observation.ended, transport, left, complete, now)
+        """The request is over, and with it every attempt."""
+        if self._observation is None:
+            return
+        if self._held_since_ns:
+            self.download_resumed()
+        leader, contest = self._leader, self._contest
+        if leader is None and contest is not None:
+            leader = contest.abandon(transport, left)
+        complete = leader is not None and leader.body is not None and leader.body.complete
+        now = self.plane.clock.monotonic_ns()
+        self.observe(self._observation.ended, transport, left, complete, now)
+        if contest is not None and contest.prompts_lost and self.plane.hedges is not None:
+            told = self._observation.prompt_tokens
+            prompt = self.estimate().prompt if told is None else told
+            self.plane.hedges.wasted(contest.prompts_lost * prompt)
 
     # --- the request: from the client to the upstream
 
@@ -104,21 +123,26 @@ class Exchange:
     def request_complete(self) -> bool:
         return self._head.body.complete
 
+    @property
+    def method(self) -> bytes:
+        return self._head.method
+
     def request_data(self, data: bytes, now: int) -> int:
         """Takes body bytes from the client; how many of them were the body's. Raises MessageError."""
         payload, used = self._head.body.feed(data)
         raw = data if used == len(data) else data[:used]
+        leader = self._leader
         if self._gathering:
             self._raw.append(raw)
             self._payload.append(payload)
             self._raw_bytes += used
-            if self._raw_bytes > self._plane.settings.inspect_limit and not self._head.body.complete:
+            if self._raw_bytes > self.plane.settings.inspect_limit and not self._head.body.complete:
                 # Too large to look at: from here on it streams.
                 self._gathering = False
                 self._payload = []
                 self._dispatch(None, None)
-        elif self._sent and self._upstream is not None:
-            self._upstream.transport.write(raw)
+        elif leader is not None and leader.sent and leader.connection is not None:
+            leader.connection.transport.write(raw)
         else:
             self._raw.append(raw)
             self._raw_bytes += used
@@ -130,79 +154,83 @@ class Exchange:
         return used
 
     def _request_complete(self, now: int) -> None:
+        self._whole_ns = now
         if not self._dispatched:
             body = b"".join(self._payload)
             self._payload = []
             self._dispatch(body if self._gathering else None, now)
 
+    def _dispatch_unread(self) -> None:
+        if not self.over and not self._dispatched:
+            self._dispatch(None, None)
+
     def _dispatch(self, body: bytes | None, body_complete_ns: int | None) -> None:
         """Begins the record and looks for a connection, both at once; the request is sent when both are there."""
         self._dispatched = True
-        self._pool = self._plane.upstreams.choose()
-        assert self._pool is not None
-        self._pool.count(1)
+        asked = self._read(body)
+        pool = self.plane.upstreams.choose()
+        assert pool is not None
+        first = Attempt(self, 0, pool, self.estimate(asked))
+        if body is not None and self.plane.settings.ask_usage:
+            self._ask_usage(body, asked)
+        if not self._hold(asked, first):
+            self._leader = first
+        if self._observation is None:
+            first.begin_written = True
+        else:
+            url = first.pool.upstream.url
+            if not self.observe(self._observation.begin, body, body_complete_ns, url, first.on_begin_written):
+                first.begin_written = True
+        first.acquire()
+
+    def _read(self, body: bytes | None) -> Mapping[str, Any]:
         if self._observation is not None:
             try:
-                url = self._pool.upstream.url
-                self._observation.begin(body, body_complete_ns, url, self._on_begin_written)
+                return self._observation.read_request(body)
             except Exception as error:
-                self._plane.observer_failed(error)
-                self._begin_written = True
-        self._acquire(fresh=False)
+                self.plane.observer_failed(error)
+        return {}
 
-    def _on_begin_written(self) -> None:
-        self._begin_written = True
-        self._send_if_ready()
+    def estimate(self, asked: Mapping[str, Any] | None = None) -> Work:
+        """What the request asks of an upstream."""
+        if self._observation is not None and asked is None:
+            asked = self._read(None)
+        return estimate(asked if self._observation is not None else None, max(self._raw_bytes, self._declared))
 
-    def _acquire(self, fresh: bool) -> None:
-        assert self._pool is not None
-        connection = None if fresh else self._pool.take_idle()
-        if connection is not None:
-            self._connected(connection)
+    def _ask_usage(self, body: bytes, asked: Mapping[str, Any]) -> None:
+        changed = ask_usage.asking(body, asked)
+        if changed is None:
+            return
+        if isinstance(self._head.body, Chunked):
+            if not b"".join(self._raw).endswith(b"\r\n" + _LAST_CHUNK):
+                return  # with trailers, which may speak of the body as it was
+            self._raw = [b"%x\r\n%b\r\n" % (len(changed), changed), _LAST_CHUNK]
         else:
-            self._connecting = self._plane.loop.create_task(self._connect(self._pool))
+            self._raw = [changed]
+            self._own_headers = [(b"content-length", b"%d" % len(changed))]
+        self._asks_usage = True
 
-    async def _connect(self, pool: Pool) -> None:
-        try:
-            connection = await pool.connect()
-        except (OSError, ValueError):  # ValueError: a host name that no resolver takes
-            self._connecting = None
-            self._connect_failed(pool)
-            return
-        self._connecting = None
-        if self.over:
-            pool.give_back(connection)
-        else:
-            self._connected(connection)
+    def request_for(self, upstream: Upstream) -> bytes:
+        head = http1.encode_request(
+            self._head, upstream.prefix, upstream.authority, [*self._id_header, *self._own_headers]
+        )
+        return b"".join((head, *self._raw))
 
-    def _connect_failed(self, pool: Pool) -> None:
-        if self.over:
-            return
-        self._tried.append(pool)
-        other = self._plane.upstreams.choose(self._tried)
-        if other is None:
-            self._fail(502, "no upstream could be reached", "connect_error")
-            return
-        pool.count(-1)
-        self._pool = other
-        other.count(1)
-        self._acquire(fresh=False)
-
-    def _connected(self, connection: UpstreamConnection) -> None:
-        connection.exchange = self
-        self._upstream = connection
-        self._send_if_ready()
-
-    def _send_if_ready(self) -> None:
-        if self._upstream is None or not self._begin_written or self._sent or self.over:
-            return
-        upstream = self._upstream.pool.upstream
-        head = http1.encode_request(self._head, upstream.prefix, upstream.authority, self._id_header)
-        self._sent = True
-        self._upstream.transport.write(b"".join((head, *self._raw)))
+    def request_sent(self) -> None:
         if not self._head.body.complete:
             self._raw = []  # a body that is streamed is not kept to be sent once more
             self._client.resume_reading()
+
+    def next_upstream(self, failed: Pool) -> Pool | None:
+        """For an attempt that could not reach its own."""
+        self.tried.append(failed)
+        return self.plane.upstreams.choose([*self.tried, *(each.pool for each in self._attempts)])
+
+    @property
+    def _attempts(self) -> list[Attempt]:
+        if self._leader is not None:
+            return [self._leader]
+        return self._contest.attempts if self._contest is not None else []
 
     def upload_paused(self) -> None:
         if not self._head.body.complete:
@@ -211,43 +239,60 @@ class Exchange:
     def upload_resumed(self) -> None:
         self._client.resume_reading()
 
+    # --- who answers
+
+    def _hold(self, asked: Mapping[str, Any], first: Attempt) -> bool:
+        """Whether it is not decided yet who answers: a stream of an observed path, kept whole so that it can be sent a
+        second time.
+        """
+        hedges, observation = self.plane.hedges, self._observation
+        if hedges is None or observation is None or not self._gathering or asked.get("stream") is not True:
+            return False
+        hedges.offered()
+        self._awaits_output = True
+        contest = Contest(self, hedges, observation, first, self._whole_ns)
+        if contest.begin():
+            self._contest = contest
+        return self._contest is not None
+
+    def lead(self, attempt: Attempt, received_ns: int) -> None:
+        """This attempt answers; the last of what it brought up to now came at `received_ns`."""
+        assert self._leader is None
+        self._leader = attempt
+        if attempt.response is not None:
+            self._release(attempt, received_ns)
+
     # --- the response: from the upstream to the client
 
-    def upstream_data(self, data: bytes, now: int) -> None:
-        if self._body is None:
-            self._response_head_data(data, now)
-        elif not self._body.complete:
-            self._response_body_data(data, now, b"")
+    def informed(self, attempt: Attempt, response: ResponseHead) -> None:
+        """1xx. Nothing of an attempt that may lose reaches the client."""
+        if self._leader is attempt and self._head.version == "1.1":
+            self._client.transport.write(http1.encode_response(response, [], chunked=False, close=False))
 
-    def _response_head_data(self, data: bytes, now: int) -> None:
-        searched = len(self._response_head)
-        self._response_head += data
-        while self._body is None:
-            end = http1.find_head_end(self._response_head, searched)
-            if not end:
-                if len(self._response_head) > http1.MAX_HEAD_BYTES:
-                    self._fail(502, "the upstream's response head is too large", "reset")
-                return
-            head, self._response_head = self._response_head[:end], self._response_head[end:]
-            searched = 0
-            try:
-                response = http1.parse_response_head(head, self._head.method)
-            except MessageError as error:
-                self._fail(502, f"the upstream answered rubbish: {error}", "reset")
-                return
-            if response.status == 101:
-                self._fail(502, "the upstream switched protocols", "reset")
-                return
-            if response.status < 200:
-                if self._head.version == "1.1":
-                    self._client.transport.write(http1.encode_response(response, [], chunked=False, close=False))
-                continue
-            self._start_response(response, now)
+    def response_started(self, attempt: Attempt, rest: bytes, now: int) -> None:
+        response = attempt.response
+        assert response is not None
+        said = response.status, response.get(b"content-type"), response.get(b"content-encoding")
+        if self._leader is None:
+            assert self._contest is not None
+            self._contest.response_started(attempt, said, rest, now)
+            return
+        if self._observation is not None:
+            self.observe(self._observation.response_started, *said)
+        self._forward_body(attempt, rest, now, self._encode_head(attempt))
 
-    def _start_response(self, response: ResponseHead, now: int) -> None:
-        self._response, self._body = response, response.body
+    def _encode_head(self, attempt: Attempt) -> bytes:
+        response = attempt.response
+        assert response is not None
         self._raw = []
         is_chunked = isinstance(response.body, Chunked)
+        if self._asks_usage and _is_plain_stream(response):
+            self._filter = UsageFilter()
+            if isinstance(response.body, Sized):
+                # How long it will be is known at its end.
+                is_chunked = True
+                headers = [pair for pair in response.headers if pair[0].lower() != b"content-length"]
+                response = response._replace(headers=headers)
         # HTTP/1.0 has no chunks: its client gets the payload until the connection ends.
         self._dechunk = is_chunked and self._head.version == "1.0"
         endless = self._dechunk or isinstance(response.body, UntilClose)
@@ -255,20 +300,19 @@ class Exchange:
         head = http1.encode_response(
             response, self._id_header, is_chunked and not self._dechunk, self._client.closes_next
         )
-        if self._observation is not None:
-            self._observe(
-                self._observation.response_started,
-                response.status,
-                response.get(b"content-type"),
-                response.get(b"content-encoding"),
-            )
-        rest, self._response_head = self._response_head, b""
         if self._client.is_held:
             self.download_paused()
-        self._response_body_data(rest, now, head)
+        return head
 
-    def _response_body_data(self, data: bytes, now: int, head: bytes) -> None:
-        body = self._body
+    def body_received(self, attempt: Attempt, data: bytes, now: int) -> None:
+        if self._leader is attempt:
+            self._forward_body(attempt, data, now, b"")
+        else:
+            assert self._contest is not None
+            self._contest.body_received(attempt, data, now)
+
+    def _forward_body(self, attempt: Attempt, data: bytes, now: int, head: bytes) -> None:
+        body = attempt.body
         assert body is not None
         try:
             payload, used = body.feed(data)
@@ -277,63 +321,115 @@ class Exchange:
                 self._client.transport.write(head)
             self._break_off("eof")
             return
-        out = payload if self._dechunk else data if used == len(data) else data[:used]
+        if self._filter is None:
+            out = payload if self._dechunk else data if used == len(data) else data[:used]
+        else:
+            out = self._filtered(payload, body.complete)
         # Before the write: on another core the client can have the bytes before the call returns.
-        forwarded_ns = self._plane.clock.monotonic_ns()
+        forwarded_ns = self.plane.clock.monotonic_ns()
         self._client.transport.write(head + out if head else out)
         if self._observation is not None and payload:
-            added_ns = self._plane.clock.monotonic_ns() - now
-            self._observe(self._observation.received, payload, now, forwarded_ns, added_ns)
+            added_ns = self.plane.clock.monotonic_ns() - now
+            self.observe(self._observation.received, payload, now, forwarded_ns, added_ns)
+            self._progress(attempt, now)
         if body.complete and not self.over:
             self._response_complete(clean=used == len(data))
 
+    def _progress(self, attempt: Attempt, now: int) -> None:
+        assert self._observation is not None
+        events = self._observation.events
+        if events == attempt.events:
+            return
+        attempt.progressed(events)
+        if self._awaits_output:
+            self._awaits_output = False
+            if attempt.number == 0 and self.plane.hedges is not None:
+                self.plane.hedges.took(now - self._whole_ns, now)
+
+    def _filtered(self, payload: bytes, complete: bool) -> bytes:
+        """The payload without what the client did not ask for, in the framing that it was promised."""
+        assert self._filter is not None
+        if not complete:
+            return self._framed(self._filter.feed(payload))
+        out = self._framed(self._filter.feed(payload) + self._filter.finish())
+        return out if self._is_endless else out + _LAST_CHUNK
+
+    def _framed(self, out: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(out), out) if out and not self._is_endless else out
+
+    @property
+    def _is_endless(self) -> bool:
+        """The client learns by the end of the connection that the response is over."""
+        assert self._leader is not None
+        return self._dechunk or isinstance(self._leader.body, UntilClose)
+
+    def _release(self, attempt: Attempt, now: int) -> None:
+        """What was held goes to the client, in one piece. `now`: when the last of it was received."""
+        body, observation = attempt.body, self._observation
+        assert body is not None and observation is not None
+        head = self._encode_head(attempt)
+        if self._filter is not None:
+            out = self._filtered(b"".join(each.payload for each in attempt.held), body.complete)
+        else:
+            out = b"".join(each.payload if self._dechunk else each.raw for each in attempt.held)
+        attempt.held = []
+        forwarded_ns = self.plane.clock.monotonic_ns()
+        self._client.transport.write(head + out)
+        added_ns = self.plane.clock.monotonic_ns() - now
+        self.observe(observation.released, now, forwarded_ns, added_ns)
+        self._progress(attempt, now)
+        if body.complete and not self.over:
+            self._response_complete(attempt.is_clean)
+
+    def body_ended(self, attempt: Attempt) -> None:
+        """The end of the connection was the end of the body."""
+        if self._leader is None:
+            self.body_received(attempt, b"", self.plane.clock.monotonic_ns())
+            return
+        if self._filter is not None:
+            self._client.transport.write(self._filter.finish())
+        self._response_complete(clean=False)
+
     def _response_complete(self, clean: bool) -> None:
-        assert self._response is not None
-        keep = clean and self._response.keep_alive and self.request_complete
+        leader = self._leader
+        assert leader is not None and leader.response is not None
+        keep = clean and leader.response.keep_alive and self.request_complete
         self._end_observation("eof")
         self._close(keep_upstream=keep)
         self._client.exchange_over()
 
     def download_paused(self) -> None:
         """The client does not read: neither do we."""
-        if self._upstream is not None and self._body is not None and not self._held_since_ns:
-            self._held_since_ns = self._plane.clock.monotonic_ns()
-            self._upstream.pause_reading()
+        leader = self._leader
+        if leader is None or leader.connection is None or leader.body is None or self._held_since_ns:
+            return
+        self._held_since_ns = self.plane.clock.monotonic_ns()
+        leader.connection.pause_reading()
 
     def download_resumed(self) -> None:
         if self._held_since_ns:
-            held = self._plane.clock.monotonic_ns() - self._held_since_ns
+            held = self.plane.clock.monotonic_ns() - self._held_since_ns
             self._held_since_ns = 0
             if self._observation is not None:
                 self._observation.consumer_hold_ns += held
-            if self._upstream is not None:
-                self._upstream.resume_reading()
+            if self._leader is not None and self._leader.connection is not None:
+                self._leader.connection.resume_reading()
 
     # --- ends
 
-    def upstream_ended(self, error: Exception | None) -> None:
-        """The upstream's end of the connection is closed; `error` when it was not closed in order."""
-        if self.over:
-            return
-        if self._body is not None:
-            if error is None and self._body.end_of_stream():
-                self._response_complete(clean=False)
-            else:
-                self._break_off("eof" if error is None else "reset")
-            return
-        upstream, self._upstream = self._upstream, None
-        assert upstream is not None
-        upstream.exchange = None
-        upstream.transport.abort()
-        is_whole = self._head.body.complete and not self._response_head
-        never_sent = not self._sent
-        if (upstream.used or never_sent) and is_whole and not self._sent_again:
-            # An idle connection that the upstream had closed: it never saw the request.
-            self._sent_again = True
-            self._sent = False
-            self._acquire(fresh=True)
-            return
-        self._fail(502, "the upstream closed the connection without an answer", "reset")
+    def attempt_failed(self, attempt: Attempt, text: str, transport: str) -> None:
+        """It has no answer, not even a bad one."""
+        if not self._is_made_good(attempt, transport):
+            self._fail(502, text, transport)
+
+    def attempt_broke_off(self, attempt: Attempt, transport: str) -> None:
+        """Its answer ended where HTTP says it must not."""
+        if not self._is_made_good(attempt, transport) and not self.over:
+            self._break_off(transport)
+
+    def _is_made_good(self, attempt: Attempt, transport: str) -> bool:
+        """Whether another attempt answers now."""
+        return self._leader is None and self._contest is not None and self._contest.failed(attempt, transport)
 
     def client_gone(self) -> None:
         """The client left. The upstream learns it in this very turn of the loop."""
@@ -354,7 +450,7 @@ class Exchange:
 
     def _fail(self, status: int, text: str, transport: str, left: str = "") -> None:
         self._end_observation(transport, left)
-        has_answer = self._response is not None
+        has_answer = self._leader is not None and self._leader.response is not None
         self._close(keep_upstream=False)
         if has_answer:
             self._client.abort()
@@ -363,7 +459,9 @@ class Exchange:
 
     def _break_off(self, transport: str) -> None:
         """The response stops short. Its client must be able to see that."""
-        endless = self._dechunk or isinstance(self._body, UntilClose)
+        endless = self._is_endless
+        if self._filter is not None:
+            self._client.transport.write(self._framed(self._filter.finish()))
         self._end_observation(transport)
         self._close(keep_upstream=False)
         if endless:
@@ -375,19 +473,14 @@ class Exchange:
 
     def _close(self, keep_upstream: bool) -> None:
         self.over = True
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        upstream, self._upstream = self._upstream, None
-        if upstream is not None:
-            upstream.exchange = None
-            if keep_upstream:
-                upstream.pool.give_back(upstream)
-            else:
-                upstream.transport.abort()
-        if self._pool is not None:
-            self._pool.count(-1)
-            self._pool = None
+        for attempt in self._attempts:
+            attempt.close(keep_upstream)
+
+
+def _is_plain_stream(response: ResponseHead) -> bool:
+    kind = response.get(b"content-type").partition(";")[0].strip().lower()
+    coding = response.get(b"content-encoding").strip().lower()
+    return kind == "text/event-stream" and coding in ("", "identity")
 
 
 def reset_on_close(transport: asyncio.Transport) -> None:

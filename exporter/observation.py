@@ -77,6 +77,9 @@ class Observation:
 
         self._begun = False
         self._ended = False
+        self._asked: Mapping[str, Any] | None = None
+        self._begin: records.Record = {}
+        self._attempt: int | None = None  # whose stream this is, None for the first
         self._labels: Labels = ("", "", "")
         self._resolved: Resolved = self._resolve()
         # Whether it streams, and how many choices, is known when the request was read.
@@ -113,7 +116,7 @@ class Observation:
 
     def begin(self, body: bytes | None, body_complete_ns: int | None, upstream: str, then: Done | None) -> None:
         """The request is known as far as it will be. `body` None: not looked at. `then`: see Recorder.begin."""
-        asked = self._read_request(body)
+        asked = self.read_request(body)
         if body is None and then is not None:
             self.watch.problem("request_above_inspect_limit")
         if body is not None:
@@ -149,6 +152,7 @@ class Observation:
             upstream=upstream or None,
             labels={"retry_count": retry_count} if retry_count else None,
         )
+        self._begin = record
         self._labels = self.watch.families.begun(self._resolved.class_name, model, tenant)
         self._begun = True
         self.watch.active[self.request_id] = self
@@ -157,15 +161,68 @@ class Observation:
         else:
             self.watch.recorder.begin(record, then)
 
-    def _read_request(self, body: bytes | None) -> Mapping[str, Any]:
-        if body is None:
-            return {}
+    def read_request(self, body: bytes | None) -> Mapping[str, Any]:
+        """What the request asks for, read once; empty where it is not known."""
+        if self._asked is None:
+            self._asked = {} if body is None else self._parse(body)
+        return self._asked
+
+    def _parse(self, body: bytes) -> Mapping[str, Any]:
         try:
             asked = orjson.loads(body)
         except ValueError:
             self.watch.problem("request_not_json")
             return {}
         return asked if isinstance(asked, dict) else {}
+
+    # --- attempts: one of several answers the request, each has records of its own
+
+    def new_stream(self) -> StreamRecord:
+        """For what one more attempt brings, until it is decided which one counts."""
+        return StreamRecord(
+            orjson.loads, self.watch.settings.inspect_limit, self._stream.streaming, self._stream.n_choices
+        )
+
+    def begin_attempt(self, number: int, upstream: str, then: Done) -> None:
+        self.watch.recorder.begin({**self._begin, "attempt": number, "upstream": upstream}, then)
+
+    def decided(self, number: int, stream: StreamRecord) -> None:
+        """This attempt answers the request."""
+        self._attempt = number or None
+        self._stream = stream
+
+    def released(self, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
+        """What the attempt had brought up to now was handed on."""
+        self._last_handed = forwarded_ns, added_ns
+        self._count_new(received_ns, forwarded_ns, added_ns)
+
+    def end_attempt(
+        self, number: int, stream: StreamRecord, transport: str, left: str, body_complete: bool, end_ns: int
+    ) -> None:
+        """An attempt that does not answer the request is over."""
+        stream.finish(body_complete)
+        end = stream.classify(transport, left, self._resolved.limits.min_tokens)
+        self.watch.recorder.put(
+            records.make(
+                "end",
+                request_id=self.request_id,
+                attempt=number or None,
+                outcome=end.outcome,
+                reason=end.reason,
+                end_ns=end_ns,
+                **stream.ended(),
+            )
+        )
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """As the answer's usage says, once it has."""
+        return self._stream.prompt_tokens
+
+    @property
+    def events(self) -> int:
+        """Output events so far."""
+        return len(self._stream.type)
 
     # --- the response
 
@@ -202,7 +259,11 @@ class Observation:
         added, self._added = self._added, []
         self._flushed = stop
         record = records.make(
-            "chunks", request_id=self.request_id, forwarded_ns=forwarded, **self._stream.chunks(start, stop)
+            "chunks",
+            request_id=self.request_id,
+            attempt=self._attempt,
+            forwarded_ns=forwarded,
+            **self._stream.chunks(start, stop),
         )
         self.watch.recorder.put(record)
         self.watch.store.observe_many("sloscope_sidecar_added_seconds", added)
@@ -230,6 +291,7 @@ class Observation:
             records.make(
                 "end",
                 request_id=self.request_id,
+                attempt=self._attempt,
                 outcome=end.outcome,
                 reason=end.reason,
                 end_ns=end_ns,

@@ -12,6 +12,7 @@ from sloscope.errors import ConfigError
 from sloscope.records import ROLES
 
 _WEB_PORTS = {"http": 80, "https": 443}
+BALANCES = ("tokens", "requests")
 OBSERVED = (b"/v1/chat/completions", b"/v1/completions")
 
 
@@ -101,6 +102,10 @@ class Settings:
     cors_origins: tuple[str, ...] = ()  # web pages that may post receipts
     engine_metrics: tuple[str, ...] = ()  # URLs as given, each with a label of its own
     engine_metrics_every_ns: int = 5_000_000_000
+    balance: str = "tokens"
+    hedge_after: str = ""  # empty: off
+    hedge_max_share: float = 0.05
+    ask_usage: bool = False
 
     def load_contract(self) -> contracts.Contract:
         read = contracts.from_shorthand if self.contract_is_shorthand else contracts.parse
@@ -119,6 +124,12 @@ def check_role(role: str) -> str:
     if role not in ROLES:
         raise ConfigError(f"--role: {role!r} is not accepted; accepted: {', '.join(ROLES)}")
     return role
+
+
+def check_balance(balance: str) -> str:
+    if balance not in BALANCES:
+        raise ConfigError(f"--balance: {balance!r} is not accepted; accepted: {', '.join(BALANCES)}")
+    return balance
 
 
 def is_observed(path: bytes) -> bool:

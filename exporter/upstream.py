@@ -1,11 +1,12 @@
-"""Connections to the upstreams: kept alive, chosen by least outstanding requests."""
+"""Connections to the upstreams: kept alive, and chosen by the least work that is outstanding there."""
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from exporter.settings import Upstream
 from sloscope.clock import Clock
@@ -13,22 +14,59 @@ from sloscope.exposition import MetricStore
 from sloscope.units import NS_PER_S
 
 if TYPE_CHECKING:
-    from exporter.exchange import Exchange
+    from exporter.attempt import Attempt
 
 CONNECT_TIMEOUT_S = 5.0
 # Below the five seconds after which uvicorn, under most of these servers, closes an idle connection.
 IDLE_NS = 4 * NS_PER_S
 _MAX_IDLE = 256
+_FIRST_REST_NS = NS_PER_S // 4  # for which an upstream is left alone after a connect that failed
+_LONGEST_REST_NS = 16 * NS_PER_S
+_BYTES_PER_TOKEN = 4  # of a request body, text and JSON around it: about what English takes
+_UNTOLD_OUTPUT = 256  # tokens, where a request names no maximum
+_MOST_TOKENS = 1 << 24  # what one request may count for, whatever it says
+
+
+@dataclass(slots=True)
+class Work:
+    """What a request still asks of its upstream, in tokens: an estimate, good enough to compare upstreams by.
+
+    The prompt counts until the first output event, each output event counts for one token. Known is the length of a
+    prompt of token ids only; any other is the body's bytes / 4.
+    """
+
+    prompt: int
+    output: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + self.output
+
+
+def estimate(asked: Mapping[str, Any] | None, body_bytes: int) -> Work:
+    """`asked`: the request body as understood, empty where it was not; None: no output is asked for."""
+    prompt = min(body_bytes // _BYTES_PER_TOKEN, _MOST_TOKENS)
+    if asked is None:
+        return Work(prompt)
+    ids = asked.get("prompt")
+    if isinstance(ids, list) and ids and type(ids[0]) is int:
+        prompt = len(ids)
+    most = _count(asked.get("max_completion_tokens")) or _count(asked.get("max_tokens")) or _UNTOLD_OUTPUT
+    return Work(prompt, min(most * (_count(asked.get("n")) or 1), _MOST_TOKENS))
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to an upstream. At most one exchange at a time uses it."""
+    """One connection to an upstream. At most one attempt at a time uses it."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.exchange: Exchange | None = None
+        self.attempt: Attempt | None = None
         self.transport: asyncio.Transport = None  # type: ignore[assignment]  # set by connection_made
-        self.used = False  # served an exchange before, so that the upstream may have closed it meanwhile
+        self.used = False  # served a request before, so that the upstream may have closed it meanwhile
         self.idle_since_ns = 0
         self._reading = True
         self._monotonic_ns = pool.clock.monotonic_ns
@@ -40,28 +78,28 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         now = self._monotonic_ns()  # the receipt: before anything is parsed
-        exchange = self.exchange
-        if exchange is None:
+        attempt = self.attempt
+        if attempt is None:
             self.transport.abort()  # nobody asked
         else:
-            exchange.upstream_data(data, now)
+            attempt.data_received(data, now)
 
     def eof_received(self) -> None:
-        if self.exchange is not None:
-            self.exchange.upstream_ended(None)
+        if self.attempt is not None:
+            self.attempt.upstream_ended(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.pool.forget(self)
-        if self.exchange is not None:
-            self.exchange.upstream_ended(exc)
+        if self.attempt is not None:
+            self.attempt.upstream_ended(exc)
 
     def pause_writing(self) -> None:
-        if self.exchange is not None:
-            self.exchange.upload_paused()
+        if self.attempt is not None:
+            self.attempt.exchange.upload_paused()
 
     def resume_writing(self) -> None:
-        if self.exchange is not None:
-            self.exchange.upload_resumed()
+        if self.attempt is not None:
+            self.attempt.exchange.upload_resumed()
 
     def pause_reading(self) -> None:
         if self._reading and not self.transport.is_closing():
@@ -75,23 +113,62 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections of one upstream."""
+    """One upstream: its connections, what is outstanding there, and whether it could be reached lately."""
 
     def __init__(self, upstream: Upstream, tls: ssl.SSLContext | None, store: MetricStore, clock: Clock) -> None:
         self.upstream = upstream
         self.clock = clock
-        self.outstanding = 0
+        self.requests = 0
+        self.tokens = 0
         self.up = True
+        self.rests_until_ns = 0  # while it is not up: when one request may try it again
+        self._failures = 0  # connects that failed in a row
         self._tls = tls
         self._store = store
         self._idle: list[UpstreamConnection] = []
         self._labels = (upstream.url,)
-        store.set("sloscope_upstream_up", 1, self._labels)
-        store.set("sloscope_upstream_inflight_requests", 0, self._labels)
+        self.publish()
+
+    # --- outstanding work
+
+    def begin(self, work: Work) -> None:
+        self.requests += 1
+        self.tokens += work.tokens
+
+    def progress(self, work: Work, events: int) -> None:
+        """So many further output events of this work have come."""
+        came = min(events, work.output)
+        self.tokens -= work.prompt + came
+        work.prompt = 0
+        work.output -= came
+
+    def end(self, work: Work) -> None:
+        self.requests -= 1
+        self.tokens -= work.tokens
+        assert self.requests >= 0 and self.tokens >= 0, "work ended twice"
+
+    def publish(self) -> None:
+        self._store.set("sloscope_upstream_up", 1 if self.up else 0, self._labels)
+        self._store.set("sloscope_upstream_inflight_requests", self.requests, self._labels)
+        self._store.set("sloscope_upstream_outstanding_tokens", self.tokens, self._labels)
+
+    # --- health
+
+    def may_be_tried(self, now: int) -> bool:
+        return self.up or now >= self.rests_until_ns
+
+    def chosen(self, now: int) -> None:
+        if not self.up:
+            # One request finds out. Until it knows, the others stay away.
+            self.rests_until_ns = now + int(CONNECT_TIMEOUT_S * NS_PER_S)
+
+    # --- connections
 
     def take_idle(self) -> UpstreamConnection | None:
-        """The connection used last, since it is the least likely to be closed on the other side."""
-        while self._idle:
+        """The connection used last, since it is the least likely to be closed on the other side. None while the
+        upstream is not up: whether it can be reached only a new connection tells.
+        """
+        while self.up and self._idle:
             connection = self._idle.pop()
             fresh = self.clock.monotonic_ns() - connection.idle_since_ns < IDLE_NS
             if fresh and not connection.transport.is_closing():
@@ -100,7 +177,9 @@ class Pool:
         return None
 
     async def connect(self) -> UpstreamConnection:
-        """A new connection. Raises OSError (TimeoutError after five seconds)."""
+        """A new connection. Raises OSError (TimeoutError after five seconds), ValueError for a host name that no
+        resolver takes.
+        """
         loop = asyncio.get_running_loop()
         upstream = self.upstream
         try:
@@ -112,18 +191,18 @@ class Pool:
                     ssl=self._tls,
                     server_hostname=upstream.host if self._tls else None,
                 )
-        except OSError:
-            self._set_up(False)
+        except (OSError, ValueError):
+            self.up = False
+            rest_ns = min(_FIRST_REST_NS << min(self._failures, 10), _LONGEST_REST_NS)
+            self._failures += 1
+            self.rests_until_ns = self.clock.monotonic_ns() + rest_ns
             raise
-        self._set_up(True)
+        self.up = True
+        self._failures = 0
         return connection
 
-    def _set_up(self, up: bool) -> None:
-        self.up = up
-        self._store.set("sloscope_upstream_up", 1 if up else 0, self._labels)
-
     def give_back(self, connection: UpstreamConnection) -> None:
-        connection.exchange = None
+        connection.attempt = None
         connection.used = True
         connection.resume_reading()
         if connection.transport.is_closing():
@@ -142,26 +221,43 @@ class Pool:
         while self._idle and now - self._idle[0].idle_since_ns >= IDLE_NS:
             self._idle.pop(0).transport.close()
 
-    def count(self, change: int) -> None:
-        self.outstanding += change
-        self._store.set("sloscope_upstream_inflight_requests", self.outstanding, self._labels)
-
 
 class Upstreams:
-    def __init__(self, pools: Sequence[Pool]) -> None:
+    def __init__(self, pools: Sequence[Pool], clock: Clock, by_tokens: bool = True) -> None:
         assert pools
         self.pools = list(pools)
+        self._clock = clock
+        self._by_tokens = by_tokens
 
-    def choose(self, tried: Collection[Pool] = ()) -> Pool | None:
-        """The pool with the least outstanding requests, those that could be reached first; None: all were tried."""
-        left = [pool for pool in self.pools if pool not in tried]
-        if not left:
-            return None
-        chosen = min(left, key=lambda pool: (not pool.up, pool.outstanding))
-        # Equals take turns.
-        self.pools.remove(chosen)
-        self.pools.append(chosen)
-        return chosen
+    def choose(self, excluded: Collection[Pool] = ()) -> Pool | None:
+        """The pool with the least outstanding work, of those that may be tried first; where all rest, the one that has
+        rested the longest of its time. None: all are excluded.
+        """
+        left = [pool for pool in self.pools if pool not in excluded]
+        now = self._clock.monotonic_ns()
+        open_now = [pool for pool in left if pool.may_be_tried(now)]
+        if open_now:
+            return self._take(min(open_now, key=self._load), now)
+        return self._take(min(left, key=lambda pool: pool.rests_until_ns), now) if left else None
+
+    def choose_up(self, excluded: Collection[Pool]) -> Pool | None:
+        """As `choose`, of those only that are known to be up."""
+        left = [pool for pool in self.pools if pool.up and pool not in excluded]
+        return self._take(min(left, key=self._load), self._clock.monotonic_ns()) if left else None
+
+    def _load(self, pool: Pool) -> tuple[int, int]:
+        return (pool.tokens if self._by_tokens else 0, pool.requests)
+
+    def _take(self, pool: Pool, now: int) -> Pool:
+        # Equals take turns: `min` finds the first of them.
+        self.pools.remove(pool)
+        self.pools.append(pool)
+        pool.chosen(now)
+        return pool
+
+    def publish(self) -> None:
+        for pool in self.pools:
+            pool.publish()
 
     def close_stale(self, now: int) -> None:
         for pool in self.pools:

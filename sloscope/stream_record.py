@@ -246,6 +246,11 @@ class StreamRecord:
     # --- what is known
 
     @property
+    def opaque(self) -> bool:
+        """What comes cannot be read."""
+        return self._opaque
+
+    @property
     def http_status(self) -> int | None:
         return self._facts.http_status
 

@@ -59,8 +59,8 @@ class ScriptedUpstream:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> str:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, limit=1 << 24)
+    async def start(self, port: int = 0) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=1 << 24)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
