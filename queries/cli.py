@@ -2,7 +2,7 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,7 @@ def query(
     observer: str = OBSERVER,
     param: list[str] = typer.Option([], "--param", metavar="K=V", help="A parameter of the question; repeatable."),
     relax: str | None = RELAX,
+    columns: str = typer.Option("", "--columns", metavar="A,B", help="Print only these, in this order."),
     save: Path = typer.Option(None, "--save", metavar="FILE", help="Also keep rows and rules as JSON, for compare."),
     format: str = FORMAT,
 ) -> None:
@@ -105,6 +106,7 @@ def query(
     sloscope query quantiles --describe
     sloscope query goodput --events run1 --contract slo.toml
     sloscope query goodput_over_time --events run1 --window 2026-01-31T12:00+10m --param bucket_s=30
+    sloscope query step_work --events run1 --columns step_kind,batch_to,steps,achieved_share,binds
     sloscope query misses_by_obligation --events run1 --goodput 'ttft:300 itl_max:30' --format json
     """
     check_format(format)
@@ -118,6 +120,7 @@ def query(
         return
     header = question(name)
     values = header.values(_params(param))
+    chosen = _columns(columns, [output.name for output in header.outputs])
     if events is None:
         raise ConfigError("--events: is missing; accepted: an events directory")
     with open_session(events, contract, goodput, relax, observer, window) as session:
@@ -127,7 +130,16 @@ def query(
             save.write_text(_saved(result), encoding="utf-8")
         except OSError as why:
             raise ConfigError(f"--save: {str(save)!r} cannot be written: {why.strerror}") from None
-    print_result(result, format)
+    print_result(replace(result, columns=chosen), format)
+
+
+def _columns(text: str, known: list[str]) -> list[str]:
+    """The columns of the answer that are named; all, where none is."""
+    chosen = [name.strip() for name in text.split(",")] if text else known
+    for name in chosen:
+        if name not in known:
+            raise ConfigError(f"--columns: {name!r} is not accepted; accepted: {', '.join(known)}")
+    return chosen
 
 
 def _saved(result: Result) -> str:

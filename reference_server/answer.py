@@ -28,6 +28,7 @@ from reference_server.openai_api import (
 from sloscope import records
 from sloscope.definitions import StreamEnd, classify_end
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.units import NS_PER_S
 
 MAX_BODY_BYTES = 16 << 20
 _STREAM_HEADERS = [
@@ -101,6 +102,11 @@ class Answer(Response):
             self._hop.on_closed = None
             front.close(self._live)
             self._record_end()
+
+    @property
+    def _created(self) -> int:
+        """Now, in whole seconds of wall time: every choice of an answer asks once."""
+        return self._front.clock.wall_ns() // NS_PER_S
 
     def _identity(self) -> str:
         claimed = self._asked_headers.get("x-sloscope-request-id", "")
@@ -200,7 +206,7 @@ class Answer(Response):
     async def _stream(self, answer_id: str, completion: CompletionRequest, text: AnswerText) -> None:
         front, live, end = self._front, self._live, self._end
         null_usage = completion.include_usage and not completion.continuous_usage
-        chunks = ChunkBuilder(answer_id, front.model, front.created, self._chat, null_usage)
+        chunks = ChunkBuilder(answer_id, front.model, self._created, self._chat, null_usage)
         await self._start(200, _STREAM_HEADERS)
         if self._chat:
             await self._write(chunks.role())
@@ -252,7 +258,7 @@ class Answer(Response):
         body = whole_answer(
             answer_id,
             front.model,
-            front.created,
+            self._created,
             self._chat,
             "".join(piece for piece, _ in pieces),
             text.finish_reason,

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
@@ -20,6 +21,7 @@ from reference_server.front_end import DEFAULT_MAX_TOKENS, FrontEnd
 from reference_server.model_store import resolve_model
 from reference_server.orders import ORDERS
 from sloscope import contract as contracts
+from sloscope.client import contract_file
 from sloscope.clock import SystemClock
 from sloscope.contract import Contract
 from sloscope.errors import ConfigError
@@ -51,7 +53,7 @@ def serve(
     goodput: str | None = typer.Option(None, help="A contract as limits in ms: 'ttft:300 itl_max:30'."),
     max_batch: int = typer.Option(ENGINE.slots, min=1, max=1024, help="Requests in one iteration."),
     max_waiting: int = typer.Option(
-        ENGINE.max_waiting, min=0, help="Requests that may wait; one more is refused with 429."
+        ENGINE.max_waiting, min=1, help="Requests that may wait; one more is refused with 429."
     ),
     max_context: int = typer.Option(
         ENGINE.max_context, min=0, help="Tokens of prompt and answer together; 0: what the model knows."
@@ -203,11 +205,13 @@ def serve(
         cost_model=str(cost_model) if cost_model is not None else "",
     )
     assemble(policies)  # says what is wrong with them before anything starts
-    if admission == "deadline" and lengths is None:
-        message("note: without --lengths an answer counts as long as its max_tokens; waits look longer than they are")
+    for note in notes_on(policies, promised):
+        message(f"note: {note}")
     if unknown := set(policies.lanes) - set(promised.classes if promised else policies.lanes):
         known = ", ".join(promised.classes) if promised else ""
         raise ConfigError(f"--lanes: class {sorted(unknown)[0]!r} is not in the contract; accepted: {known}")
+    if events is not None and promised is not None:
+        contract_file.keep(promised, contract, events)  # questions judge by what was promised
     # Listening starts when the engine is ready; the address is taken before anything else is started.
     sock = _bind(listen, send_buffer)
     clock = SystemClock()
@@ -254,6 +258,36 @@ def _contract(path: Path | None, goodput: str | None) -> Contract | None:
     if path is not None:
         return contracts.load(path)
     return contracts.from_shorthand(goodput) if goodput is not None else None
+
+
+def notes_on(policies: PolicyChoice, promised: Contract | None) -> Iterator[str]:
+    """What was asked for and can do nothing, or not what one may think."""
+    default = PolicyChoice()
+    if policies.order not in ("vtc", "drr"):
+        for flag, is_given in (
+            ("--tenant-weights", bool(policies.tenant_weights)),
+            ("--quantum", policies.quantum != default.quantum),
+        ):
+            if is_given:
+                yield f"{flag} does nothing with --order {policies.order}; vtc and drr tell tenants apart"
+    by_deadline = [
+        flag
+        for flag, is_given in (
+            ("--admission deadline", policies.admission == "deadline"),
+            ("--order edf", policies.order == "edf"),
+        )
+        if is_given
+    ]
+    has_deadline = promised is not None and any(row.limits.ttft_ns is not None for row in promised.classes.values())
+    if by_deadline and not has_deadline:
+        yield (
+            f"{by_deadline[0]}: no class has a ttft limit (--contract or --goodput gives one), so only requests with "
+            "x-slo-ttft-ms have a deadline"
+        )
+    if policies.lanes and promised is None:
+        yield "--lanes: without --contract every request is of one class, and so in one lane"
+    if policies.admission == "deadline" and not policies.lengths:
+        yield "without --lengths an answer counts as long as its max_tokens; waits look longer than they are"
 
 
 def _names(text: str, field: str) -> tuple[str, ...]:
@@ -382,6 +416,8 @@ async def _serve(
         front_end.fail_all("the engine process is gone")
         await _first_of(asyncio.sleep(LOST_GRACE_S), signalled.wait())
     else:
+        if front_end.live:
+            message(f"{len(front_end.live)} requests have {drain_s:g} s to end; the same signal again ends them now")
         await _first_of(_idle(front_end), hurried.wait(), lost.wait(), asyncio.sleep(drain_s))
         front_end.fail_all("the server is stopping")
         await _first_of(_idle(front_end), asyncio.sleep(1.0))

@@ -5,16 +5,19 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date, datetime
+from datetime import UTC, date, datetime
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from sloscope.errors import ConfigError
 
 FORMATS = ("table", "json", "csv")
 UPRIGHT_ABOVE = 8  # columns
+_PIPED_WIDTH = 1000  # where nobody's screen is to be fitted into
+_WALL_ABOVE_S = 1e8  # what is said to be at such a second is on the wall clock
 FORMAT_HELP = "How rows are printed: table, json (a list of objects) or csv."
 
 Row = Mapping[str, Any]
@@ -47,24 +50,40 @@ def print_rows(
 
 
 def _print_table(rows: Sequence[Row], columns: Sequence[str], title: str) -> None:
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 200)
-    if len(rows) == 1 and len(columns) > UPRIGHT_ABOVE:
-        # One wide row reads better upright, a line per column.
-        rows = [{"": name, "value": rows[0].get(name)} for name in columns]
-        columns = ["", "value"]
+    """Rows that do not fit into a terminal stand upright, a line per column; elsewhere a line is as long as it is."""
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, width=None if is_terminal else _PIPED_WIDTH)
     table = Table(title=title or None, title_justify="left", header_style="bold")
     for name in columns:
         numeric = any(isinstance(row.get(name), (int, float)) for row in rows)
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in columns))
+        table.add_row(*(_cell(name, row.get(name)) for name in columns))
+    width = Measurement.get(console, console.options.update(max_width=_PIPED_WIDTH), table).maximum
+    is_wide = len(columns) > UPRIGHT_ABOVE
+    if is_wide and (len(rows) == 1 or (is_terminal and width > console.width and rows)):
+        table = _upright(rows, columns, title)
+    elif not is_terminal:
+        console.width = max(width, len(title))
     console.print(table)
     if not rows:
         console.print("(no rows)")
 
 
-def _cell(value: Any) -> str:
+def _upright(rows: Sequence[Row], columns: Sequence[str], title: str) -> Table:
+    table = Table(title=title or None, title_justify="left", header_style="bold")
+    table.add_column("", overflow="fold")
+    table.add_column("value", justify="right", overflow="fold")
+    for row in rows:
+        for name in columns:
+            table.add_row(name, _cell(name, row.get(name)), end_section=name == columns[-1])
+    return table
+
+
+def _cell(name: str, value: Any) -> str:
     value = plain(value)
+    if name.endswith("_at_s") and isinstance(value, float) and value > _WALL_ABOVE_S:
+        return datetime.fromtimestamp(value, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     if value is None:
         return "-"
     if isinstance(value, bool):

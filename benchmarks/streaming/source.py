@@ -130,11 +130,6 @@ class Stream(asyncio.Protocol):
         if self._shape.log is not None:
             answer = f"chatcmpl-{self._number}"
             told = {"id": self._name, "response": answer, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
-                "id": self._name,
-                "response": f"chatcmpl-{self._number}",
-                "arrived_ns": self._arrived_ns,
-                "sent_ns": self._sent_ns,
-            }
             self._shape.log.write(json.dumps(told) + "\n")
             self._shape.log.flush()
 

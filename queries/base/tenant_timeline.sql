@@ -1,6 +1,6 @@
 -- view: the service that each tenant received from an engine, and how many of its requests waited
 -- grain: one row per engine process, tenant and stamp at which one of the two changed
--- inputs: requests, steps, step_requests, states, engines, run_window
+-- inputs: requests, steps, step_requests, states, engines, window_steps
 -- rules: Prompt tokens count at the end of the step that ran them, those that the engine charged: what is run again after
 --   a preemption, or was taken over from the prefix cache, is no service. Where a step did not record what it charged,
 --   what it ran counts, in sum at most the request's prompt: of a request that took over a prefix and was preempted later
@@ -9,20 +9,18 @@
 --   counts at the end of the step that ran this part, where the request leaves PREFILL for DECODE or FINISHED: one that
 --   ends between two steps, by its text and while it is run again, brings none. `waiting` counts requests in WAITING or
 --   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count.
---   All on the engine's clock, from its first record on. [from_ns, to_ns] are the steps that began in the window. The
---   units, the bound and the weights are those that the engine recorded last; NULL: none, a weight then is 1. Without a
+--   All on the engine's clock, from its first record on. [from_ns, to_ns] reach from the first to the last of
+--   `window_steps`, so the work after the window that its requests still needed is in. The units, the bound and the weights are those that the engine recorded last; NULL: none, a weight then is 1. Without a
 --   step in the window an engine has no row. A request without a tenant is of tenant ''.
 with
 
 seen as (
     select
-        steps.engine_id,
-        min(steps.start_ns) as from_ns,
-        max(steps.end_ns) as to_ns
-    from steps
-    inner join run_window
-        on steps.start_at_ns >= run_window.window_start_ns and steps.start_at_ns < run_window.window_end_ns
-    group by steps.engine_id
+        engine_id,
+        min(start_ns) as from_ns,
+        max(end_ns) as to_ns
+    from window_steps
+    group by engine_id
 ),
 
 units as (

@@ -18,7 +18,7 @@
 --   gap_within_bound   boolean  -          gap_units <= gap_bound_units
 --   gap_interval_s     double   seconds    length of that interval
 --   gap_at_s           double   seconds    its start, after the engine's first step in the window
--- rules: In the engine's steps that began inside the window, see `tenant_timeline`. Backlogged: a request WAITING or
+-- rules: In the window and, after it, as long as the engine worked on its requests, see `tenant_timeline`. Backlogged: a request WAITING or
 --   PREEMPTED. Within an interval the difference of service a - b, each divided by the tenant's weight, starts at 0
 --   and changes with each step; the drift is its largest value minus its smallest, 0 among them, which is the most that
 --   any part of the interval saw. A fair order bounds it whatever the load (decision 014): vtc and drr without lanes;

@@ -16,7 +16,7 @@
 --   units_per_s       double   units/s  backlogged_units / backlogged_s
 --   backlogged        bigint   tenants  of the engine, with any such time: Jain's index is over these
 --   jain_index        double   ratio    1: all received the same while they waited; 1/n: one of n received everything
--- rules: In the engine's steps that began inside the window, see `tenant_timeline`. A tenant that asks for little is
+-- rules: In the window and, after it, as long as the engine worked on its requests, see `tenant_timeline`. A tenant that asks for little is
 --   served little, so fairness is judged over the time in which it had something waiting. Jain's index of units_per_s:
 --   (sum)² / (n · sum of squares), every tenant at the same weight. NULL when nobody waited, or those who did got nothing.
 -- source: R. Jain, D. Chiu, W. Hawe, DEC TR-301, 1984

@@ -21,6 +21,19 @@ def test_an_empty_option_is_refused_and_not_taken_for_none(events, option, says)
     assert error("query", "goodput", "--events", str(events), option, "").startswith(says)
 
 
+def test_only_the_columns_that_are_named_are_printed_and_in_that_order(events):  # noqa: F811
+    (row,) = rows("query", "goodput", "--events", str(events), "--columns", "qualified, offered")
+    assert list(row.items()) == [("qualified", 3), ("offered", 8)]
+
+
+@pytest.mark.parametrize("name", ["offered,nowhere", "nowhere", "offered,,qualified"])
+def test_a_column_that_the_question_does_not_give_is_named(events, name):  # noqa: F811
+    says = error("query", "goodput", "--events", str(events), "--columns", name)
+    assert says.startswith(
+        f"--columns: {name.split(',')[-1 if 'nowhere' in name else 1]!r} is not accepted; accepted: "
+    )
+
+
 def test_an_empty_change_of_the_lab_is_refused():
     assert error("lab", "--relax", "").startswith("--relax: '' is not accepted; accepted: LIMIT=VALUE")
 

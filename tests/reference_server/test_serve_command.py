@@ -5,11 +5,15 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from reference_server.assembly import PolicyChoice
+from reference_server.cli import notes_on
 from reference_server.model_store import BUILTIN, PACKAGED
+from sloscope import contract as contracts
 from sloscope.demo.processes import SLOSCOPE
 from sloscope.ids import new_request_id
 from sloscope.journal import is_live, journal_files
@@ -142,6 +146,40 @@ def test_at_a_signal_running_answers_get_their_time_and_new_ones_a_503(tmp_path:
     assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
     assert [event.body for event in events][-1] == "[DONE]"
     assert served.stop() == 0
+    assert "1 requests have 20 s to end; the same signal again ends them now" in served.child.log.read_text()
+
+
+NO_TTFT = contracts.from_shorthand("itl_max:30")
+
+
+@pytest.mark.parametrize(
+    ("policies", "promised", "note"),
+    [
+        (PolicyChoice(tenant_weights={"gold": 2}), NO_TTFT, "--tenant-weights does nothing with --order fcfs; vtc"),
+        (PolicyChoice(order="edf", quantum=5), None, "--quantum does nothing with --order edf; vtc"),
+        (PolicyChoice(order="edf"), NO_TTFT, "--order edf: no class has a ttft limit"),
+        (PolicyChoice(admission="deadline"), None, "--admission deadline: no class has a ttft limit"),
+        (PolicyChoice(admission="deadline"), None, "without --lengths an answer counts as long as its max_tokens"),
+        (PolicyChoice(lanes=("a", "b")), None, "--lanes: without --contract every request is of one class"),
+    ],
+)
+def test_what_was_asked_for_and_can_do_nothing_is_said(policies: PolicyChoice, promised: Any, note: str) -> None:
+    assert any(said.startswith(note) for said in notes_on(policies, promised))
+
+
+def test_no_note_without_cause() -> None:
+    assert not list(notes_on(PolicyChoice(), None))
+    edf = PolicyChoice(order="edf", lanes=("interactive",))
+    assert not list(notes_on(edf, contracts.from_shorthand("ttft:300")))
+    assert not list(notes_on(PolicyChoice(order="vtc", tenant_weights={"gold": 2}, quantum=5), None))
+
+
+def test_the_contract_is_left_beside_the_events_and_another_one_is_refused_there(tmp_path: Path) -> None:
+    served = Served(tmp_path, "--goodput", "ttft:300")
+    assert served.stop() == 0
+    assert contracts.load(served.events / "contract.toml").hash == contracts.from_shorthand("ttft:300").hash
+    code, lines = serve("--events", str(served.events), "--goodput", "ttft:200")
+    assert code == 2 and len(lines) == 1 and "another --events directory" in lines[0], lines
 
 
 def test_what_runs_beyond_the_drain_limit_gets_an_error_in_its_stream(tmp_path: Path) -> None:
