@@ -22,7 +22,7 @@ SHOWN = {
     ),
     "misses_by_obligation": ("Misses", "obligation missed missed_alone offered miss_ratio"),
     "hold_summary": ("Diagnosis of late deliveries", "verdict holds requests excess_s excess_share longest_s"),
-    "stall_causes": ("What the engine did in its stalls", "cause stalls requests longest_s fault"),
+    "stall_causes": ("What the engine did in its stalls", "cause stalls requests longest_s with_fault fault"),
     "survival": (
         "Answer length, stops and caps",
         "cohort n events censored_cap median_tokens median_low_tokens median_high_tokens restricted_mean_tokens "
@@ -47,7 +47,7 @@ def report(events: Path, contract: Path, injection: Injection) -> int:
     answers = {name: query(name) for name in SHOWN}
     answers["stall_causes"] = causes(answers["stall_causes"])
     for name, (title, columns) in SHOWN.items():
-        print_rows(answers[name], columns=columns.split(), title=f"{title}: sloscope query {name}")
+        print_rows(answers[name], columns=columns.split(), title=f"{title}: sloscope query {name} --events {events}")
     message(
         f"records: {events} (sloscope query --list); contract: {contract}; last scrape: {events.parent / 'metrics.txt'}"
     )
@@ -68,6 +68,7 @@ def causes(stalls: Rows) -> Rows:
             "stalls": len(group),
             "requests": len({row["request_id"] for row in group}),
             "longest_s": max(row["emit_gap_s"] or 0 for row in group),
+            "with_fault": sum(row["step_fault"] is not None for row in group),
             "fault": next((row["step_fault"] for row in group if row["step_fault"]), None),
         }
         for cause, group in groups.items()
