@@ -2,6 +2,7 @@
 
 The stamp is the event's text, 20 digits, so that it passes any proxy; source and sink share a host and its monotonic
 clock. Each stream keeps to its own grid: event i is due at first + i / rate, and a late one does not move the next.
+An answer has --events of them, or as many as the smaller `max_tokens` of its request.
 With `--log FILE` the stamps of every stream are also written there when it ends, one JSON line with the
 request's own id and the answer's: what a client is held to that reports its own figures only.
 
@@ -98,7 +99,8 @@ class Stream(asyncio.Protocol):
         before, after = (_CHUNK % (self._number, '{"content":" @"}', "null")).encode().split(b"@")
         size = len(before) + STAMP_DIGITS + len(after)
         self._before, self._after = b"%x\r\n%b" % (size, before), after + b"\r\n"
-        self._left = self._shape.events
+        asked: int = json.loads(self._body).get("max_tokens") or self._shape.events
+        self._events = self._left = min(asked, self._shape.events)
         self._sent_ns: list[int] = []
         self._due = self._loop.time() + self._shape.ttft_s
         self._timer = self._loop.call_at(self._due, self._emit)
@@ -116,14 +118,14 @@ class Stream(asyncio.Protocol):
             self._end()
             return
         self._due += self._shape.gap_s
-        if self._shape.pause_s and self._left == self._shape.events // 2:
+        if self._shape.pause_s and self._left == self._events // 2:
             self._due += self._shape.pause_s
         self._timer = self._loop.call_at(self._due, self._emit)
 
     def _end(self) -> None:
         assert self._transport is not None
         finish = (_CHUNK % (self._number, "{}", '"stop"')).encode()
-        usage = json.dumps({"prompt_tokens": 8, "completion_tokens": self._shape.events, "total_tokens": 8})
+        usage = json.dumps({"prompt_tokens": 8, "completion_tokens": self._events, "total_tokens": 8})
         last = f'data: {{"id":"x","object":"chat.completion.chunk","model":"bench","choices":[],"usage":{usage}}}\n\n'
         end = framed(finish) + framed(last.encode()) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         self._transport.write(end)
