@@ -44,6 +44,7 @@ _PROGRESS_TICKS = 25
 # A batch costs some 5 µs: 2,000 streams that began together would hold the loop for 10 ms if written at once.
 _BATCHES_PER_TICK = 64
 _NEVER_NS = 1 << 63
+_LONG_ENOUGH_NS = NS_PER_S  # to tell processor time by, which is counted in hundredths of a second
 _SEND_BURST_NS = 2_000_000  # many sends due at once give way to receipts after this long
 # What the kernel reads ahead for a slow reader, bytes: some ten events. It doubles it for its own book-keeping.
 _SLOW_READER_BUFFER = 4096
@@ -96,7 +97,7 @@ class Tally:
     ttft_ns: array[int] = field(default_factory=lambda: array("q"))  # completed requests
     ttft_intended_ns: array[int] = field(default_factory=lambda: array("q"))
     wall_ns: int = 0
-    cpu_ns: int = 0  # of the process, or of the busiest of several
+    cpu_share: float | None = None  # of one core until the last send, by the busiest process; None: too short to tell
     processes: int = 1
     processes_lost: int = 0  # ended without a word, and their counts with them
     interrupted: bool = False
@@ -118,11 +119,6 @@ class Tally:
         """Offered requests that were open when the run ended."""
         return self.outcomes["unfinished"]
 
-    @property
-    def cpu_share(self) -> float | None:
-        """Of one core, from t0 on."""
-        return self.cpu_ns / self.wall_ns if self.wall_ns else None
-
     def add(self, other: Tally) -> None:
         """The counts of another part of the same schedule. Quantiles are of all values, never of quantiles."""
         for name in (
@@ -138,7 +134,8 @@ class Tally:
         offsets = [ns for ns in (self.first_send_offset_ns, other.first_send_offset_ns) if ns is not None]
         self.first_send_offset_ns = min(offsets, default=None)
         self.wall_ns = max(self.wall_ns, other.wall_ns)
-        self.cpu_ns = max(self.cpu_ns, other.cpu_ns)
+        shares = [share for share in (self.cpu_share, other.cpu_share) if share is not None]
+        self.cpu_share = max(shares, default=None)
         self.interrupted = self.interrupted or other.interrupted
         self.receipts_error = self.receipts_error or other.receipts_error
 
@@ -218,6 +215,7 @@ class Replay:
         self._retries: list[_Retry] = []
         self._over = asyncio.Event()
         self._t0_ns = 0
+        self._cpu_ns = 0
         self._closes_ns = _NEVER_NS
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
@@ -247,10 +245,9 @@ class Replay:
         try:
             self._t0_ns = t0_ns if t0_ns is not None else time.monotonic_ns() + _START_IN_NS
             self._closes_ns = self._t0_ns + self._schedule.span_ns + self._drain_ns
-            cpu_ns = _cpu_ns()
+            self._cpu_ns = _cpu_ns()
             self.send_due()
             await self._over.wait()
-            self.tally.cpu_ns = _cpu_ns() - cpu_ns
         finally:
             self._lag.stop()
             for timer in (self._timer, self._closing):
@@ -310,6 +307,8 @@ class Replay:
             self.next_due_ns = _NEVER_NS
         if self._position == len(requests) and self._closing is None:
             self._closing = loop.call_later(max(0, self._closes_ns - now) / NS_PER_S, self._over.set)
+            if now - self._t0_ns >= _LONG_ENOUGH_NS:
+                self.tally.cpu_share = (_cpu_ns() - self._cpu_ns) / (now - self._t0_ns)
             self._end_when_idle()
 
     def _send(self, planned: Planned, intended_ns: int, retry: _Retry | None = None) -> None:

@@ -153,7 +153,12 @@ def replay(
         message(f"{loaded.source}: {loaded.reordered} rows stood after a later arrival and were sorted")
     if loaded.left_out:
         message(f"{loaded.source}: {loaded.left_out} rows are failed requests of unknown length and are left out")
-    source = {"trace": loaded.source, "arrivals": loaded.arrivals, "left_out": loaded.left_out}
+    source = {
+        "trace": loaded.source,
+        "arrivals": loaded.arrivals,
+        "trace_lengths": loaded.lengths,
+        "left_out": loaded.left_out,
+    }
     if dry_run:
         _print_one({**source, "lengths": lengths, "processes": number, **schedule.summary(fixed)}, format)
         return
@@ -181,7 +186,8 @@ def replay(
         if sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")
         message(f"records: {events}")
-    _finish(tally, {**source, **replay_report.report(tally, fixed, promised)}, format, kind == "forced")
+    row = {**source, **replay_report.report(tally, fixed, promised), "followed_s": drain_ns / NS_PER_S}
+    _finish(tally, row, format, kind == "forced")
 
 
 def _conduct(timeout: str | None, read_pause: str, retries: int, retry_wait: str) -> Conduct:

@@ -114,7 +114,7 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
     classes: dict[str, Resolved] = {}
     requests: list[Planned] = []
     for index, row in enumerate(rows):
-        offset = int(row.offset_ns * factor)
+        offset = row.offset_ns * factor.numerator // factor.denominator
         output = _scaled(row.output_tokens, lengths)
         class_name = row.class_name or plan.class_name or contract.default_class
         if class_name not in classes:
@@ -187,7 +187,8 @@ def _warmup(text: str) -> tuple[int, int]:
 
 def _scaled(tokens: int, factor: Fraction) -> int:
     """Rounded half up, at least one token."""
-    return max(1, int(tokens * factor + Fraction(1, 2)))
+    # In integers: products of fractions add up over a trace of a million rows.
+    return max(1, (2 * tokens * factor.numerator + factor.denominator) // (2 * factor.denominator))
 
 
 def _cap(draw: float, ladder: Sequence[tuple[float, int]], beyond: int) -> int:

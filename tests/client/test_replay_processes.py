@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sloscope.client.replay import Tally
+from sloscope.client.replay import Replay, Tally
 from sloscope.client.replay_processes import processes_for
 from sloscope.client.replay_report import invalid_reason, outgrown, report
 from sloscope.client.schedule import Plan, build
@@ -21,7 +22,7 @@ from sloscope.client.traces import TraceRow, load
 from sloscope.journal import journal_files
 from tests.client.conftest import Records
 from tests.client.sse_server import SseServer, tokens
-from tests.client.test_replay import CONTRACT, MS, S, constant
+from tests.client.test_replay import CONTRACT, MS, S, constant, run
 from tests.command import Done, sloscope
 
 GOODPUT = ["--goodput", "ttft:2000 itl_max:1000"]
@@ -146,7 +147,9 @@ def test_auto_takes_as_many_processes_as_the_busiest_second_asks_for() -> None:
 def test_counts_add_up_and_quantiles_are_of_all_values() -> None:
     parts = []
     for lags in ([1, 5], [2, 9]):
-        tally = Tally(sent=2, offered=2, retries=1, wall_ns=max(lags), cpu_ns=4, first_send_offset_ns=lags[0])
+        tally = Tally(
+            sent=2, offered=2, retries=1, wall_ns=max(lags), cpu_share=lags[0] / 4, first_send_offset_ns=lags[0]
+        )
         tally.outcomes["completed"] = 2
         tally.dispatch_lag_ns.extend(lags)
         parts.append(tally)
@@ -154,7 +157,7 @@ def test_counts_add_up_and_quantiles_are_of_all_values() -> None:
     for tally in parts:
         total.add(tally)
     assert (total.sent, total.retries, total.outcomes["completed"]) == (4, 2, 4)
-    assert (total.first_send_offset_ns, total.wall_ns, total.cpu_ns) == (1, 9, 4)
+    assert (total.first_send_offset_ns, total.wall_ns, total.cpu_share) == (1, 9, 0.5)
     row = report(total, build(load("synthetic:constant?n=2").rows, CONTRACT, Plan()), CONTRACT)
     assert row["dispatch_lag_p50_s"] == 2e-9  # rank 2 of 1, 2, 5, 9
 
@@ -166,12 +169,13 @@ def test_counts_add_up_and_quantiles_are_of_all_values() -> None:
         (6, 0.9, 1, "6.0ms late at p99 with 90% of a core used: --processes 2 shares the load"),
         (6, 0.9, 4, "in each of 4 processes, and there are 4 cores"),
         (6, 0.2, 1, "other work on this machine"),
+        (6, None, 1, None),
     ],
 )
 def test_an_outgrown_core_is_told_from_a_busy_machine(
-    lag_ms: int, cpu_share: float, processes: int, said: str | None
+    lag_ms: int, cpu_share: float | None, processes: int, said: str | None
 ) -> None:
-    tally = Tally(processes=processes, wall_ns=S, cpu_ns=int(cpu_share * S))
+    tally = Tally(processes=processes, cpu_share=cpu_share)
     tally.dispatch_lag_ns.append(lag_ms * MS)
     found = outgrown(tally, cores=4)
     assert found is None if said is None else found is not None and said in found
@@ -180,3 +184,19 @@ def test_an_outgrown_core_is_told_from_a_busy_machine(
 def test_a_run_that_lost_a_process_is_not_valid() -> None:
     tally = Tally(processes=3, processes_lost=1)
     assert invalid_reason(tally, constant(2, 1.0)) == "1 of 3 processes ended without their counts"
+
+
+def test_the_share_of_a_core_is_that_until_the_last_send(tmp_path: Path) -> None:
+    def spin() -> None:
+        until_s = os.times().user + 0.3
+        while os.times().user < until_s:
+            pass
+
+    def later(loop: asyncio.AbstractEventLoop, running: Replay) -> None:
+        loop.call_later(0.3, spin)
+
+    # Sends for 1 s, in which the loop works for 0.3; then two seconds of waiting that no send needs.
+    tally, _ = run(constant(2, 1.0), tokens(2, gap_s=2.0), tmp_path, meanwhile=later)
+    assert tally.cpu_share is not None and 0.2 < tally.cpu_share < 1
+    short, _ = run(constant(2, 100.0), tokens(1), tmp_path / "short")
+    assert short.cpu_share is None

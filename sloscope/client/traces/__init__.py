@@ -96,7 +96,7 @@ def _load_file(source: str, format: str, seed: int, limit: int | None, lengths: 
     first = rows[0].offset_ns
     rows = [row._replace(offset_ns=row.offset_ns - first) for row in rows]
     if name == "servegen":
-        return Trace(rows, name, source, reordered, 0, "drawn in the trace's windows", f"drawn, {lengths}")
+        return Trace(rows, name, source, reordered, 0, "drawn in the trace's windows", f"drawn: {lengths}")
     return Trace(rows, name, source, reordered, text.left_out)
 
 
