@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
-from math import ceil, inf, isfinite
+from math import ceil, inf
 from statistics import median
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from sloscope.errors import ConfigError
 FEATURES = 5
 TRIMMED = 0.1  # of each kind of step, those that fit worst
 TRIMMING_PASSES = 3
+MAX_COST_NS = 1e15  # of one unit of work; eleven days are no step time
 STALL = 3.0  # online, what a step took beyond this many times the prediction is no part of the level
 SINGULAR = 1e-9  # pivot of a matrix whose diagonal is 1
 
@@ -100,8 +101,9 @@ class CostModel:
             raise ConfigError(f"cost model: fields {found}; accepted: exactly {', '.join(names)}")
         for name, value in body.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not isfinite(value) or value < 0:
-                raise ConfigError(f"cost model: {name}: {str(value)[:40]}; accepted: nanoseconds, 0 or more")
+            if not number or not 0 <= value <= MAX_COST_NS:
+                accepted = f"nanoseconds, 0 to {MAX_COST_NS:g}"
+                raise ConfigError(f"cost model: {name}: {str(value)[:40]}; accepted: {accepted}")
         return cls(**{name: float(value) for name, value in body.items()})
 
 

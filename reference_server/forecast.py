@@ -19,6 +19,7 @@ from reference_server.work import attended_pairs
 
 _NOTHING = StepShape(0, 0, 0)
 _EVERY = 32
+MAX_WAIT_NS = 10**18  # thirty years: a record holds no more than 64 bits
 
 
 @cache
@@ -47,7 +48,8 @@ class Forecast(NamedTuple):
 
     def wait_ns(self, model: CostModel) -> int:
         # The model is linear: what every step pays, and once the price of all that is in them.
-        return max(1, (self.steps - 1) * model.step_ns(_NOTHING) + model.step_ns(self.work))
+        wait_ns = (self.steps - 1) * model.step_ns(_NOTHING) + model.step_ns(self.work)
+        return min(max(1, wait_ns), MAX_WAIT_NS)
 
 
 class _Steps:

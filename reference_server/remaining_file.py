@@ -1,6 +1,7 @@
 """The length table as a file that is replaced while serving."""
 
 from pathlib import Path
+from stat import S_ISREG
 
 from reference_server.remaining import Lengths, LengthTable
 from sloscope.errors import ConfigError
@@ -55,6 +56,8 @@ class LengthFile:
 
     def _signature(self) -> _Signature:
         stat = self.path.stat()
+        if not S_ISREG(stat.st_mode):  # of a pipe a read may never end
+            raise ConfigError(f"{self.path}: is no file; accepted: a length table")
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _read(self) -> LengthTable:

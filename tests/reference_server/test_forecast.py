@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference_server.cost_model import CostModel, StepShape, shape_of
-from reference_server.forecast import Forecast, Forecasts, _Steps, peak_blocks
+from reference_server.cost_model import MAX_COST_NS, CostModel, StepShape, shape_of
+from reference_server.forecast import MAX_WAIT_NS, Forecast, Forecasts, _Steps, peak_blocks
 from reference_server.kv_blocks import BlockPool
 from reference_server.policies import Full, Optimistic, View
 from reference_server.prefill_budget import Static
@@ -221,3 +221,12 @@ def test_only_the_first_arrival_of_a_moment_pays_for_the_queue(monkeypatch: pyte
         costs.append(len(entered))
     # Kept are the steps after 992 of them, a multiple of 32.
     assert costs == [1001, 1001 - 992 + 1, 1002 - 992 + 1, 1004]
+
+
+def test_a_wait_fits_a_record_whatever_the_model_says() -> None:
+    forever = CostModel(MAX_COST_NS, MAX_COST_NS, MAX_COST_NS, MAX_COST_NS, MAX_COST_NS)
+    pool = BlockPool(1000, 16)
+    # 1000 prompt tokens attend 500,500 pairs, at 1e15 ns each.
+    plan = foretell(asked("new", 1000), pool)
+    assert plan.wait_ns(forever) == MAX_WAIT_NS
+    assert plan.wait_ns(CostModel(0, 0, 0, 0, 0)) == 1

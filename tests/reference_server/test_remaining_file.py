@@ -75,6 +75,16 @@ def test_a_file_that_vanished_is_missed_and_read_again_when_it_is_back(path: Pat
     assert file.refresh(2 * NS_PER_S) and file.problem is None and length(file) == 10
 
 
+def test_a_pipe_is_not_waited_for(path: Path) -> None:
+    file = LengthFile(path, Lengths())
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it
+    assert file.refresh(0) and length(file) == 10
+    assert file.problem == f"{path}: is no file; accepted: a length table; the last good table stays in use"
+    with pytest.raises(ConfigError, match="is no file; accepted: a length table"):
+        LengthFile(path, Lengths())
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\xff", b"[1]"])
 def test_nothing_starts_with_a_bad_file(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "lengths.json"
