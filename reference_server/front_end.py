@@ -145,7 +145,8 @@ class FrontEnd:
         self.stopping = False
         self.live: dict[str, Live] = {}
         self._open: set[str] = set()  # requests begun and not ended, refused ones too, which never come alive
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, None] = OrderedDict()  # the latest ids
+        self._in_use: set[str] = set()  # ids of requests that have not ended, however long ago they came
         self._scrapes: list[asyncio.Event] = []
         self._taken: dict[str, int] = {}  # tokens that readers took, not yet told to the engine
         self.metrics.init("sloscope_tenant_overflow_total", ("engine",))
@@ -240,10 +241,11 @@ class FrontEnd:
     # --- requests
 
     def believe(self, request_id: str) -> bool:
-        """Whether this id was never seen before; from now on it was."""
-        if request_id in self._seen:
+        """Whether this id was never seen before; from now on it was, and at least until its request has ended."""
+        if request_id in self._seen or request_id in self._in_use:
             return False
         self._seen[request_id] = None
+        self._in_use.add(request_id)
         if len(self._seen) > REMEMBERED_IDS:
             self._seen.popitem(last=False)
         return True
@@ -333,6 +335,7 @@ class FrontEnd:
 
     def ended(self, request_id: str, outcome: str) -> None:
         self._open.remove(request_id)
+        self._in_use.discard(request_id)
         self.metrics.inc("sloscope_engine_requests_ended_total", 1, (outcome,))
 
     def record(self, kind: str, **fields: Any) -> None:

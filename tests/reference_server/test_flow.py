@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reference_server import front_end
 from sloscope.contract import from_shorthand
 from tests.reference_server.front_rig import END_TOKEN, Client, FrontRig
 from tests.reference_server.serving import WAYS_TO_LEAVE as WAYS
@@ -93,6 +94,19 @@ def test_a_request_without_limits_says_so(tmp_path: Path) -> None:
     new = rig.hear("new")
     assert (new["request_class"], new["ttft_limit_ns"], new["itl_max_limit_ns"]) == ("gold", None, None)
     rig.stop()
+
+
+def test_an_id_is_not_believed_again_while_its_request_lives(rig: FrontRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_end, "REMEMBERED_IDS", 1)
+    claim = "x-sloscope-request-id: 01ARZ3NDEKTSV4RRFFQ69G5FAV\r\n"
+    client, key = begun(rig, headers=claim)
+    assert key in claim
+    begun(rig)  # of the ids that are remembered only this one is left
+    assert begun(rig, headers=claim)[1] not in claim
+    rig.give(key, finish="length")
+    client.read(until=b"[DONE]")
+    rig.end_of(key)
+    assert begun(rig, headers=claim)[1] in claim  # forgotten and free
 
 
 def test_all_readers_that_took_tokens_are_told_in_one_message(rig: FrontRig) -> None:
