@@ -477,7 +477,8 @@ class _Sent:
         stop_at = self.planned.cancel_after
         if stop_at is not None and len(recorder.t_ns) >= stop_at:
             self._leave("voluntary")
-        elif self.planned.slow_reader and not self._held_since_ns:
+        elif self.planned.slow_reader and recorder.t_ns and not self._held_since_ns:
+            # From the first output on: how soon that came is the service's doing.
             self._hold()
 
     def ended(self, t_ns: int, transport: str, error: str | None) -> None:

@@ -12,7 +12,7 @@ from sloscope.client.h1 import parse_url
 from sloscope.client.replay import Conduct, Replay, Tally, Target, retry_after_ns
 from sloscope.client.schedule import Plan, build
 from sloscope.client.traces import TraceRow
-from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
+from tests.client.sse_server import Asked, Reply, Script, SseServer, chunk, tokens
 from tests.client.test_replay import CONTRACT, MS, Recorded, S, constant, p99_s, run
 
 
@@ -185,6 +185,20 @@ def test_a_slow_reader_really_reads_slowly_and_says_how_long_it_held_off(tmp_pat
         assert reads >= 5
         assert (reads - 1) * 50 * MS <= end["consumer_hold_ns"] <= end["end_ns"] - begins[end["request_id"]]["send_ns"]
         assert end["end_ns"] - begins[end["request_id"]]["send_ns"] >= (reads - 1) * 50 * MS
+
+
+def test_a_slow_reader_takes_the_first_output_as_soon_as_it_comes(tmp_path: Path) -> None:
+    async def answer(asked: Asked, reply: Reply) -> None:
+        await reply.stream()
+        await reply.event(chunk({"role": "assistant", "content": ""}))
+        await asyncio.sleep(0.1)
+        await reply.text()
+        await reply.finish(usage=1)
+
+    plan = Plan(slow_readers=1.0)
+    tally, _ = run(constant(1, 1.0, plan), answer, tmp_path, conduct=Conduct(read_pause_ns=S))
+    (ttft_ns,) = tally.ttft_ns
+    assert 100 * MS <= ttft_ns < 600 * MS
 
 
 def test_a_slow_reader_slows_nobody_else(tmp_path: Path, recorded: Recorded) -> None:

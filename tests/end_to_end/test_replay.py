@@ -19,7 +19,7 @@ from tests.reference_server.serving import Served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-GOODPUT = "ttft:5000 itl_max:2000"
+GOODPUT = "ttft:5000 itl_max:200"
 REUSED = "sloscope_engine_prefix_reused_tokens_total"
 BLOCK = 16  # tokens of a KV block
 # Chains of ids. The third begins as the first two do, the fifth is the second again, the last shares nothing.
@@ -144,6 +144,9 @@ def test_a_slow_reader_pauses_its_own_sequence_in_the_engine(tmp_path: Path) -> 
     assert len(slow) == row["slow_readers"] and slow <= paused
     holds = {r["request_id"]: r["consumer_hold_ns"] for r in journal if r["kind"] == "end" and "consumer_hold_ns" in r}
     assert set(holds) == slow and min(holds.values()) > 300_000_000
+    # Held back for long, and it was neither the engine nor the delivery.
+    told = json.loads(ask("query", "request_diagnosis", "--events", str(served.events), "--format", "json"))
+    assert {each["verdict"] for each in told if each["request_id"] in slow} == {"client_late"}
 
 
 def test_two_processes_offer_the_load_of_one_and_every_record_joins(tmp_path: Path) -> None:
