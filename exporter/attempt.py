@@ -134,6 +134,8 @@ class Attempt:
             if not end:
                 if len(self._head) > http1.MAX_HEAD_BYTES:
                     self.exchange.attempt_failed(self, "the upstream's response head is too large", "reset")
+                elif http1.is_no_answer(self._head, searched):
+                    self.exchange.attempt_failed(self, "the upstream answered no HTTP/1.1", "reset")
                 return
             head, self._head = self._head[:end], self._head[end:]
             searched = 0

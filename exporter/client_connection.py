@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 from typing import TYPE_CHECKING, cast
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _MAX_PIPELINED = 64 << 10  # bytes that may wait while a response is on its way
 _LINGER_S = 2.0
+_BLANK_LINES = re.compile(rb"(?:\r\n)+")
 HEAD_TIMEOUT_NS = 30_000_000_000
 IDLE_TIMEOUT_NS = 75_000_000_000
 
@@ -30,7 +32,9 @@ class ClientConnection(asyncio.Protocol):
         self.is_held = False  # the client does not read
         self.since_ns = plane.clock.monotonic_ns()  # idle, or with an incomplete head
         self._buffer = b""
+        self._searched = 0  # bytes of the buffer in which no head ends
         self._arrived_ns = 0  # of the first byte in the buffer
+        self._read_ns = 0  # of the last bytes in the buffer
         self._reading = True
         self._discarding = False
 
@@ -62,10 +66,10 @@ class ClientConnection(asyncio.Protocol):
                 return
         if not self._buffer:
             self._arrived_ns = self.since_ns = now
-        searched = len(self._buffer)
         self._buffer += data
+        self._read_ns = now
         if self.exchange is None:
-            self._next_request(searched, now)
+            self._next_request()
         elif len(self._buffer) > _MAX_PIPELINED:
             self.pause_reading()
 
@@ -99,19 +103,22 @@ class ClientConnection(asyncio.Protocol):
 
     # --- requests
 
-    def _next_request(self, searched: int, now: int) -> None:
+    def _next_request(self) -> None:
         while self.exchange is None and self._buffer and not self._discarding:
-            if self._buffer.startswith(b"\r\n"):
-                self._buffer = self._buffer[2:]  # some clients end a body with a line too many
+            # Some clients end a body with a line too many.
+            if blank := _BLANK_LINES.match(self._buffer):
+                self._buffer, self._searched = self._buffer[blank.end() :], 0
                 continue
-            end = http1.find_head_end(self._buffer, searched)
-            searched = 0
+            end = http1.find_head_end(self._buffer, self._searched)
             if not end:
-                if len(self._buffer) > http1.MAX_HEAD_BYTES:
+                if http1.is_broken(self._buffer, self._searched):
+                    self.refuse(400, "request head: line ends other than CRLF", [])
+                elif len(self._buffer) > http1.MAX_HEAD_BYTES:
                     self.refuse(431, "request head: longer than 64 KiB", [])
+                self._searched = len(self._buffer)
                 return
             head_bytes, rest = self._buffer[:end], self._buffer[end:]
-            self._buffer = b""
+            self._buffer, self._searched = b"", 0
             try:
                 if end > http1.MAX_HEAD_BYTES:
                     raise MessageError(431, "request head: longer than 64 KiB")
@@ -119,16 +126,17 @@ class ClientConnection(asyncio.Protocol):
             except MessageError as error:
                 self.refuse(error.status, str(error), [])
                 return
-            self._start(head, rest, now)
+            self._start(head, rest)
 
-    def _start(self, head: http1.RequestHead, rest: bytes, now: int) -> None:
+    def _start(self, head: http1.RequestHead, rest: bytes) -> None:
         self.must_close = not head.keep_alive
         exchange = Exchange(self._plane, self, head, self._arrived_ns)
         if not exchange.over:
             self.exchange = exchange
         if rest and not head.body.complete:
-            rest = self._feed_body(exchange, rest, now)
-        self._buffer, self._arrived_ns = rest, now
+            rest = self._feed_body(exchange, rest, self._read_ns)
+        # Of what waited for an earlier response, the last read is the latest that it can have come.
+        self._buffer, self._arrived_ns = rest, self._read_ns
 
     def _feed_body(self, exchange: Exchange, data: bytes, now: int) -> bytes:
         """What is left of the data after the body."""
@@ -150,7 +158,7 @@ class ClientConnection(asyncio.Protocol):
             return
         self.resume_reading()
         if self._buffer:
-            self._plane.loop.call_soon(self._next_request, 0, self.since_ns)
+            self._plane.loop.call_soon(self._next_request)
 
     # --- ends
 

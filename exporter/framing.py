@@ -10,7 +10,18 @@ import re
 
 _MAX_CHUNK_LINE = 4096
 _MAX_TRAILER_BYTES = 16 << 10
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+_LONG_LINE = "chunked body: a line is longer than 4096 bytes"
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
+_PADDED_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+_TRAILER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[\t\x20-\x7e\x80-\xff]*\r\n")
+# A neighbour that merges trailers into the head must not find there where the message ends, what it is or who sent it.
+_NO_TRAILERS = frozenset(
+    {
+        b"authorization", b"connection", b"content-encoding", b"content-length", b"content-range", b"content-type",
+        b"cookie", b"expect", b"host", b"keep-alive", b"proxy-authorization", b"proxy-connection", b"te", b"trailer",
+        b"transfer-encoding", b"upgrade",
+    }
+)  # fmt: skip
 
 
 class MessageError(Exception):
@@ -70,15 +81,19 @@ class UntilClose:
 
 
 class Chunked:
-    """The chunked coding, read strictly: CRLF line ends only, hexadecimal sizes only."""
+    """The chunked coding, read strictly: CRLF line ends only, hexadecimal sizes only, trailers that are just that.
 
-    __slots__ = ("_in_trailer", "_left", "_line", "_trailer_bytes", "complete")
+    `padded`: blanks may follow a size, as some old servers write it.
+    """
+
+    __slots__ = ("_in_trailer", "_left", "_line", "_size_line", "_trailer_bytes", "complete")
 
     #   5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n
     #   line     |---left---|line  |---trailer----|     left counts the CRLF after the data, too
 
-    def __init__(self) -> None:
+    def __init__(self, padded: bool = False) -> None:
         self.complete = False
+        self._size_line = _PADDED_SIZE if padded else _CHUNK_SIZE
         self._left = 0
         self._line = b""
         self._in_trailer = False
@@ -96,12 +111,14 @@ class Chunked:
             if end == 0:
                 self._line += data[at:]
                 at = size
-                if len(self._line) > _MAX_CHUNK_LINE:
-                    raise MessageError(400, "chunked body: a line is longer than 4096 bytes")
+                if len(self._line) >= _MAX_CHUNK_LINE:
+                    raise MessageError(400, _LONG_LINE)
                 break
             line = self._line + data[at:end] if self._line else data[at:end]
             self._line = b""
             at = end
+            if len(line) > _MAX_CHUNK_LINE:
+                raise MessageError(400, _LONG_LINE)
             if self._in_trailer:
                 self._trailer(line)
             else:
@@ -124,7 +141,7 @@ class Chunked:
         return at
 
     def _size(self, line: bytes) -> None:
-        match = _CHUNK_SIZE.fullmatch(line)
+        match = self._size_line.fullmatch(line)
         if match is None:
             raise MessageError(400, "chunked body: a chunk size that is not hexadecimal with CRLF")
         length = int(match[1], 16)
@@ -134,10 +151,15 @@ class Chunked:
             self._in_trailer = True
 
     def _trailer(self, line: bytes) -> None:
+        if line == b"\r\n":
+            self.complete = True
+            return
         self._trailer_bytes += len(line)
-        if not line.endswith(b"\r\n") or self._trailer_bytes > _MAX_TRAILER_BYTES:
+        match = _TRAILER.fullmatch(line)
+        if match is None or self._trailer_bytes > _MAX_TRAILER_BYTES:
             raise MessageError(400, "chunked body: trailers that are malformed or above 16 KiB")
-        self.complete = line == b"\r\n"
+        if match[1].lower() in _NO_TRAILERS:
+            raise MessageError(400, "chunked body: a trailer that belongs into the head")
 
     def end_of_stream(self) -> bool:
         return self.complete

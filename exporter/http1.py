@@ -18,6 +18,10 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 200
 MAX_TARGET_BYTES = 16 << 10
 
+# llhttp takes several blanks, and versions of RTSP and ICE, too.
+_REQUEST_LINE = re.compile(rb"[^ ]+ [^ #]+ HTTP/[0-9]\.[0-9]")
+_ABSOLUTE = re.compile(rb"https?://[^/?@]+([/?].*)?", re.IGNORECASE)
+_BROKEN_LINE = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)|\0")
 _DIGITS = re.compile(rb"[0-9]{1,18}")
 _HOP_BY_HOP = frozenset(
     {b"connection", b"keep-alive", b"proxy-connection", b"te", b"upgrade", b"http2-settings", b"transfer-encoding"}
@@ -79,7 +83,17 @@ class _Collector:
         self.complete = True
 
 
-def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
+def is_broken(head: bytes, searched: int = 0) -> bool:
+    """Whether a head that is still incomplete has a line end other than CRLF already: its end would never come."""
+    return _BROKEN_LINE.search(head, max(0, searched - 1)) is not None
+
+
+def is_no_answer(head: bytes, searched: int = 0) -> bool:
+    """The same of a response head, whose first bytes are known, too."""
+    return is_broken(head, searched) or not head.startswith(b"HTTP/1."[: len(head)])
+
+
+def find_head_end(buffer: bytes, searched: int = 0) -> int:
     """Index after the blank line, 0 while there is none. `searched` bytes were looked at before."""
     at = buffer.find(b"\r\n\r\n", max(0, searched - 3))
     return at + 4 if at >= 0 else 0
@@ -112,6 +126,8 @@ def parse_request_head(head: bytes) -> RequestHead:
     method, version, headers = parser.get_method(), parser.get_http_version(), collector.headers
     if version not in ("1.0", "1.1"):
         raise MessageError(505, f"HTTP version {version}: accepted: 1.0 and 1.1")
+    if _REQUEST_LINE.fullmatch(head, 0, head.find(b"\r\n")) is None:
+        raise MessageError(400, "request line: accepted: METHOD PATH HTTP/1.1")
     if method == b"CONNECT":
         raise MessageError(501, "CONNECT: is refused")
     if len(headers) > MAX_HEADERS:
@@ -140,6 +156,8 @@ def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
     """`head` ends with its blank line. Raises MessageError(502)."""
     if not _only_crlf(head):
         raise MessageError(502, "response head: line ends other than CRLF")
+    if len(head) > MAX_HEAD_BYTES:
+        raise MessageError(502, "response head: longer than 64 KiB")
     collector = _Collector()
     parser = httptools.HttpResponseParser(collector)
     try:
@@ -150,13 +168,15 @@ def parse_response_head(head: bytes, method: bytes) -> ResponseHead:
         raise MessageError(502, f"response head: {error}") from None
     if not collector.complete:
         raise MessageError(502, "response head: is incomplete")
+    version = parser.get_http_version()
+    if version not in ("1.0", "1.1") or not head.startswith(b"HTTP/"):
+        raise MessageError(502, "response head: accepted: HTTP/1.0 and HTTP/1.1")
     status, headers = parser.get_status_code(), collector.headers
     if status < 100:
         raise MessageError(502, f"response head: status {status:03d}")
     values = _values(headers)
     body = _response_body(values, status, method)
     connection = _tokens(values.get(b"connection", ()))
-    version = parser.get_http_version()
     keep_alive = b"close" not in connection and (version == "1.1" or b"keep-alive" in connection)
     return ResponseHead(
         status, collector.reason, version, headers, body, keep_alive and not isinstance(body, UntilClose)
@@ -177,11 +197,11 @@ def _tokens(values: list[bytes] | tuple[()]) -> set[bytes]:
 def _origin_form(target: bytes, method: bytes) -> bytes:
     if target.startswith(b"/") or (target == b"*" and method == b"OPTIONS"):
         return target
-    scheme, separator, rest = target.partition(b"://")
-    if not separator or scheme.lower() not in (b"http", b"https"):
+    match = _ABSOLUTE.fullmatch(target)
+    if match is None:
         raise MessageError(400, "request target: accepted: a path")
-    _, slash, path = rest.partition(b"/")
-    return slash + path if slash else b"/"
+    path = match[1] or b"/"
+    return path if path.startswith(b"/") else b"/" + path
 
 
 def _request_body(values: dict[bytes, list[bytes]], version: str) -> Body:
@@ -214,7 +234,7 @@ def _response_body(values: dict[bytes, list[bytes]], status: int, method: bytes)
     if codings:
         if lengths or [coding.lower() for coding in codings] != [b"chunked"]:
             raise MessageError(502, "transfer-encoding of the response: accepted: chunked, without content-length")
-        return Chunked()
+        return Chunked(padded=True)
     if not lengths:
         return UntilClose()
     if len(set(lengths)) > 1:
