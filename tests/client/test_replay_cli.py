@@ -298,11 +298,13 @@ def test_an_events_path_that_is_a_file_is_one_line_and_exit_2(tmp_path: Path) ->
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "events directory" in done.stderr
 
 
-def test_a_terminal_shows_a_bar_while_it_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_terminal_shows_one_bar_while_it_runs(tmp_path: Path, processes: str) -> None:
     main, terminal = pty.openpty()
     code = "from sloscope.cli import main; main()"
     with SseServer(tokens(2)) as server:
         arguments = ["synthetic:constant?n=40&rate=20", "--url", server.url, "--events", str(tmp_path), *GOODPUT]
+        arguments += ["--processes", processes]
         process = subprocess.Popen([sys.executable, "-c", code, "replay", *arguments], stdout=subprocess.DEVNULL,
                                    stderr=terminal)  # fmt: skip
         os.close(terminal)
@@ -315,6 +317,8 @@ def test_a_terminal_shows_a_bar_while_it_runs(tmp_path: Path) -> None:
         os.close(main)
         assert process.wait(10) == 0
     assert re.search(rb"\[#+\.+\] sent \d+/40", shown)
+    sent = [int(number) for number in re.findall(rb"sent (\d+)/40", shown)]
+    assert sent == sorted(sent) and 20 < sent[-1] <= 40  # of all processes together
 
 
 def test_requests_that_met_the_generators_own_limit_make_the_run_invalid(tmp_path: Path) -> None:
