@@ -532,7 +532,7 @@ def retry_after_ns(text: str, date: str = "") -> int | None:
         return int(text) * NS_PER_S
     try:
         wait = parsedate_to_datetime(text) - parsedate_to_datetime(date)
-    except (ValueError, TypeError):  # no dates, or one with a zone and one without
+    except (ValueError, TypeError, OverflowError):  # no dates, or one with a zone and one without, or no number
         return None
     return max(0, int(wait.total_seconds())) * NS_PER_S
 

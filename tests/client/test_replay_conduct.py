@@ -132,6 +132,9 @@ def test_a_retry_of_a_warmup_row_is_warmup(tmp_path: Path, recorded: Recorded) -
         ("-1", None),
         ("1e9", None),
         ("9" * 40, None),
+        ("Wed, 21 Oct 2026 07:28:03 -0000", None),
+        ("Wed, 21 Oct 2026 07:28:03 +9999999999999999", None),
+        ("Wed, 99999999999999999999 Oct 2026 07:28:03 GMT", None),
     ],
 )
 def test_a_retry_after_is_seconds_or_a_date(text: str, ns: int | None) -> None:
