@@ -63,21 +63,21 @@ class Row:
 
 def row_of(request: Request) -> Row:
     """The request as its row shows it. It must have begun."""
-    attempts: dict[str, dict[int, Side]] = {}
+    attempts: dict[str, list[Side]] = {}
     set_aside = 0
-    for observer, attempt, _, side, aside in request.sides():
-        attempts.setdefault(observer, {})[attempt] = side
+    for observer, _, _, side, aside in request.sides():
+        attempts.setdefault(observer, []).append(side)
         set_aside += aside
-    chosen = {observer: winner(sides) for observer, sides in attempts.items()}
-    sides = {observer: attempts[observer][attempt] for observer, attempt in chosen.items()}
+    sides = {observer: winner(found) for observer, found in attempts.items()}
     events = {observer: events_of(side) for observer, side in sides.items()}
     row = Row(request, sides, None, events, set_aside)
     stated = [side.end["hedge_waste_tokens"] for side in row.ordered if side.end and "hedge_waste_tokens" in side.end]
     if stated:
         row.waste_tokens = stated[0]
     else:
-        for observer in records.OBSERVERS:
-            lost = [side for attempt, side in attempts.get(observer, {}).items() if attempt != chosen[observer]]
+        # The engine knows what was computed, others what they received of it.
+        for observer in reversed(records.OBSERVERS):
+            lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
             if lost:
                 row.waste_tokens = sum(_tokens(observer, side, events_of(side))[0] or 0 for side in lost)
                 break
@@ -245,7 +245,7 @@ class Assembly:
     def _engine(self) -> None:
         out, flat = self._requests, self._flat["engine"]
         out["engine_body_complete_ns"] = self._begin("engine", "body_complete_ns")
-        states = self._each(lambda row: row.request.states)
+        states = self._each(lambda row: row.request.states_of(row.sides.get("engine")))
         for column, state in (("queued", "WAITING"), ("prefill_start", "PREFILL")):
             at = [[s["at_ns"] for s in each if s["to_state"] == state] for each in states]
             out[f"engine_{column}_ns"] = [min(stamps, default=None) for stamps in at]

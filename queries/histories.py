@@ -2,7 +2,8 @@
 
 A side is one attempt of a request at one observer. If two recorders began the same side (a receipt that was journaled
 and posted), the one that arrived first stands and the other is counted; what a recorder without a begin adds (a
-restarted process, a recovery) completes it.
+restarted process, a recovery) completes it. Only of engines they are sides of their own: a server does not know that it
+runs a hedge, so that each of two began attempt 0.
 """
 
 import itertools
@@ -120,7 +121,7 @@ class Request:
         self.request_id = request_id
         self.attempts: dict[tuple[str, int], dict[str, Side]] = {}  # (observer, attempt) → writer → side
         self.late: list[records.Record] = []
-        self.states: list[records.Record] = []
+        self.states: dict[str, list[records.Record]] = {}  # writer → its own, in order
         self.sources: dict[str, array[int]] = {}  # journal → start, end, wall_offset of each line
         self.receipts = 0
         self.last_wall_ns = 0
@@ -134,7 +135,7 @@ class Request:
             spans = self.sources[line.journal] = array("q")
         spans.extend((line.start, line.end, line.wall_offset))
         if kind == "state":
-            self.states.append(record)
+            self.states.setdefault(line.writer, []).append(record)
             return
         if kind == "late":
             self.late.append(record)
@@ -165,19 +166,35 @@ class Request:
         return any(side.begin is not None for writers in self.attempts.values() for side in writers.values())
 
     def sides(self) -> Iterator[tuple[str, int, str, Side, int]]:
-        """(observer, attempt, writer, side, recorders that were set aside) of every attempt that began."""
+        """(observer, attempt, writer, side, recorders that were set aside) of every attempt that began, in order."""
         for (observer, attempt), writers in sorted(self.attempts.items()):
             if len(writers) == 1:
                 ((writer, side),) = writers.items()
                 if side.begin is not None:
                     yield observer, attempt, writer, side, 0
                 continue
-            begun = [(s.arrival_at_ns, w) for w, s in writers.items() if s.begin is not None]
+            begun = sorted((s.arrival_at_ns, w) for w, s in writers.items() if s.begin is not None)
             if not begun:
                 continue
-            writer = min(begun)[1]
+            first, *others = (writer for _, writer in begun)
             rest = [side for side in writers.values() if side.begin is None]
-            yield observer, attempt, writer, _complete(writers[writer], rest), len(begun) - 1
+            if observer != "engine":
+                yield observer, attempt, first, _complete(writers[first], rest), len(others)
+                continue
+            for _, writer in begun:
+                # What a recovery ended is a side that has no end: one end for each.
+                side = writers[writer]
+                yield observer, attempt, writer, _complete(side, [rest.pop(0)]) if rest and not side.end else side, 0
+
+    def states_of(self, side: Side | None) -> list[records.Record]:
+        """Of the engine that ran this side: where two ran the request, of the one in which it ended as in the side."""
+        if len(self.states) < 2:
+            return next(iter(self.states.values()), [])
+        is_finished = side is not None and (side.end or {}).get("outcome") == "completed"
+        return min(
+            self.states.values(),
+            key=lambda states: any(state["to_state"] == "FINISHED" for state in states) != is_finished,
+        )
 
     def open_sides(self) -> Iterator[tuple[str, int, str, Side]]:
         for observer, attempt, writer, side, _ in self.sides():
@@ -202,6 +219,14 @@ def _complete(side: Side, rest: list[Side]) -> Side:
     return whole
 
 
-def winner(sides: dict[int, Side]) -> int:
-    """Which attempt the consumer got: the completed one, else the first."""
-    return min(sides, key=lambda attempt: ((sides[attempt].end or {}).get("outcome") != "completed", attempt))
+def winner(sides: list[Side]) -> Side:
+    """Which side the consumer got: the completed one, else the one that ended last, since a loser is closed before.
+
+    Of two that ended together, and of those that are open, the first.
+    """
+
+    def rank(side: Side) -> tuple[bool, int]:
+        end = side.end or {}
+        return end.get("outcome") != "completed", -end.get("end_ns", 0)
+
+    return min(sides, key=rank)

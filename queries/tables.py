@@ -125,7 +125,11 @@ REQUESTS: tuple[Column, ...] = (
     ),
     Column("client_alignment", "VARCHAR", "client receipts with emissions: ordinal, tokens, none; NULL without both"),
     Column("sidecar_alignment", "VARCHAR", "sidecar receipts with emissions: ordinal, tokens, none; NULL without both"),
-    Column("hedge_waste_tokens", "BIGINT", "tokens of losing attempts; NULL when there was one attempt"),
+    Column(
+        "hedge_waste_tokens",
+        "BIGINT",
+        "output tokens of losing attempts: the engine's count, else as received; NULL when there was one attempt",
+    ),
 )  # fmt: skip
 
 _ID_AND_DATE = (

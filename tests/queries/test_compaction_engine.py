@@ -194,3 +194,63 @@ def test_a_request_that_spans_files_of_a_rotating_writer_is_whole(tmp_path: Path
     report = compact(tmp_path)
     assert (report.lost_events, report.repeated) == (0, 0)
     assert one(tmp_path, "client_t_ns", "chunks") == (stamps,)
+
+
+def clock_of(process: int) -> FakeClock:
+    """Of one host: a process that started later, so that its file has a name of its own."""
+    clock = FakeClock(wall_ns=WALL)
+    clock.advance(process)
+    return clock
+
+
+def test_of_two_engines_that_ran_a_hedge_the_row_shows_the_one_that_answered(tmp_path: Path) -> None:
+    """Both began attempt 0, since a server does not know. The slow one got it first, was closed after two tokens."""
+    with (
+        JournalWriter(tmp_path, "sidecar", clock_of(0)) as sidecar,
+        JournalWriter(tmp_path, "engine", clock_of(1)) as slow,
+        JournalWriter(tmp_path, "engine", clock_of(2)) as quick,
+        JournalWriter(tmp_path, "engine", clock_of(3)) as slow_engine,
+        JournalWriter(tmp_path, "engine", clock_of(4)) as quick_engine,
+    ):
+        stopped = {"outcome": "cancelled", "reason": "voluntary"}
+        write_request(sidecar, "sidecar", new_id(1), 0, attempt=0, end=stopped, end_ns=95 * MS)
+        write_request(sidecar, "sidecar", new_id(1), 0, [95 * MS, 97 * MS], attempt=1)
+        left = {"outcome": "cancelled", "reason": "disconnect", "output_tokens": 2}
+        write_request(slow, "engine", new_id(1), 1 * MS, [98 * MS], end=left, end_ns=99 * MS)
+        write_request(quick, "engine", new_id(1), 80 * MS, [94 * MS, 96 * MS])
+        for writer, queued, prefill, last in ((slow_engine, 2, 90, "CANCELLED"), (quick_engine, 81, 82, "FINISHED")):
+            for at, state in ((queued, "WAITING"), (prefill, "PREFILL"), (99, last)):
+                writer.write(records.make("state", request_id=new_id(1), at_ns=at * MS, to_state=state))
+        report = compact(tmp_path)
+    assert (report.requests_written, report.requests_open) == (1, 0)
+    columns = (
+        "sidecar_outcome, engine_outcome, engine_start_ns, engine_first_computed_ns, engine_queued_ns, "
+        "engine_prefill_start_ns, hedge_waste_tokens"
+    )
+    row = ("completed", "completed", 80 * MS, 94 * MS, 81 * MS, 82 * MS, 2)
+    assert one(tmp_path, columns) == row
+    assert one(tmp_path, "sidecar_alignment") == ("ordinal",)
+
+
+def test_of_two_attempts_that_did_not_complete_the_row_shows_the_one_that_ended_last(tmp_path: Path) -> None:
+    """The second had won, then the client left."""
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        stopped = {"outcome": "cancelled", "reason": "voluntary"}
+        write_request(sidecar, "sidecar", new_id(1), 0, attempt=0, end=stopped, end_ns=20 * MS)
+        left = {"outcome": "cancelled", "reason": "disconnect"}
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS], attempt=1, end=left, end_ns=30 * MS)
+    compact(tmp_path)
+    row = one(tmp_path, "sidecar_outcome, sidecar_reason, sidecar_events, hedge_waste_tokens")
+    assert row == ("cancelled", "disconnect", 1, 0)
+
+
+def test_two_dead_engines_that_ran_a_hedge_are_both_closed(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path, "sidecar", FakeClock(wall_ns=WALL)) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS])
+    for process in range(2):
+        with JournalWriter(tmp_path, "engine", clock_of(process)) as engine:
+            write_request(engine, "engine", new_id(1), 0, [10 * MS], ended=False)
+    reports = [compact(tmp_path) for _ in range(4)]
+    assert sum(report.requests_written for report in reports) == 1
+    assert reports[-1].requests_open == 0
+    assert one(tmp_path, "engine_outcome, engine_reason") == ("unfinished", "recorder_lost")
