@@ -41,6 +41,12 @@ def sidecar(
     contract: Annotated[str, typer.Option(help="SLO contract, a TOML file.")] = "",
     goodput: Annotated[str, typer.Option(help="Contract in short, milliseconds: 'ttft:300 itl_max:30'.")] = "",
     events: Annotated[Path, typer.Option(help="Directory of the raw record.")] = Path("events"),
+    engine_events: Annotated[
+        str,
+        typer.Option(
+            help="Events directory of the engines on this host, where it is another one: their records join ours."
+        ),
+    ] = "",
     role: Annotated[str, typer.Option(help="This hop's place: gateway, router or sidecar.")] = "sidecar",
     tenant_header: Annotated[str, typer.Option(help="Request header that names the tenant.")] = "x-slo-tenant",
     max_label_values: Annotated[
@@ -108,6 +114,8 @@ def sidecar(
     cors_origins = tuple(parse_cors_origin(origin) for origin in cors_origin or [])
     with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
         _check_events(events)
+        if engine_events:
+            link_engines(events, Path(engine_events))
         _keep_contract(text, is_shorthand, Path(contract) if contract else None, events)
         with socket_directory() as directory:
             settings = Settings(
@@ -207,6 +215,27 @@ def _check_ca_file(path: str) -> None:
         tls_context(path)
     except OSError as error:
         raise ConfigError(f"--ca-file: {path!r} cannot be used: {error.strerror or error}") from None
+
+
+def link_engines(events: Path, engines: Path) -> None:
+    """Makes the engines' journal a part of this directory, for every question that is asked of it, whoever asks."""
+    journal, link = engines.resolve() / "journal" / "engine", events / "journal" / "engine"
+    accepted = "accepted: an events directory of this host, with --events of its own"
+    if not engines.is_dir():
+        raise ConfigError(f"--engine-events: {str(engines)!r} is no directory; {accepted}")
+    if engines.resolve() == events.resolve():
+        raise ConfigError(f"--engine-events: {str(engines)!r} is --events, which needs no second name; {accepted}")
+    try:
+        if link.is_symlink() and link.readlink() == journal:
+            return
+        if link.is_dir() and not link.is_symlink():
+            link.rmdir()
+        link.symlink_to(journal, target_is_directory=True)
+    except OSError as error:
+        why = "records of an engine stand there already" if os.path.lexists(link) else error.strerror
+        raise ConfigError(
+            f"--engine-events: {str(engines)!r} cannot be joined as {str(link)!r}: {why}; {accepted}"
+        ) from None
 
 
 def _check_events(events: Path) -> None:

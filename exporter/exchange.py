@@ -285,6 +285,8 @@ class Exchange:
         response = attempt.response
         assert response is not None
         self._raw = []
+        if self._observation is not None and (told := response.get_all(b"server-timing")):
+            self.observe(self._observation.timed, ", ".join(told))
         is_chunked = isinstance(response.body, Chunked)
         if self._asks_usage and _is_plain_stream(response):
             self._filter = UsageFilter()

@@ -60,7 +60,10 @@ class ResponseHead(NamedTuple):
     keep_alive: bool
 
     def get(self, name: bytes) -> str:
-        return next((value.decode("latin-1") for key, value in self.headers if key.lower() == name), "")
+        return next(iter(self.get_all(name)), "")
+
+    def get_all(self, name: bytes) -> list[str]:
+        return [value.decode("latin-1") for key, value in self.headers if key.lower() == name]
 
 
 class _Collector:

@@ -9,6 +9,7 @@ import orjson
 
 from exporter.families import Labels, ReceiptFamilies, known_event_tokens
 from exporter.seen_ids import SeenIds
+from exporter.server_timing import durations_ns
 from exporter.settings import Settings
 from sloscope import records
 from sloscope.clock import Clock
@@ -90,6 +91,7 @@ class Observation:
         self._added: list[int] = []  # likewise
         self.pending_since = 0  # stamp of its oldest event, 0 without one
 
+        self._server_timing: dict[str, int] = {}
         self.loop_lag_max_ns = 0
         self.consumer_hold_ns = 0
 
@@ -229,6 +231,10 @@ class Observation:
     def response_started(self, status: int, content_type: str, content_encoding: str) -> None:
         self._stream.response(status, content_type, content_encoding)
 
+    def timed(self, server_timing: str) -> None:
+        """The response's own word for how long hops took."""
+        self._server_timing = durations_ns(server_timing)
+
     def received(self, payload: bytes, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
         """Body bytes of one socket read, already forwarded: handed on at `forwarded_ns`, done after `added_ns`."""
         self._stream.receive(received_ns, payload)
@@ -297,6 +303,7 @@ class Observation:
                 end_ns=end_ns,
                 loop_lag_max_ns=self.loop_lag_max_ns,
                 consumer_hold_ns=self.consumer_hold_ns,
+                server_timing=self._server_timing or None,
                 **stream.ended(),
             )
         )

@@ -240,6 +240,8 @@ class Assembly:
         out["sidecar_body_complete_ns"] = self._begin("sidecar", "body_complete_ns")
         out["sidecar_upstream_first_ns"] = flat.first(flat.t_ns)
         out["sidecar_forwarded_first_ns"] = flat.first(flat.delivery["forwarded_ns"])
+        timings = self._end("sidecar", "server_timing")
+        out["sidecar_server_timing"] = [None if found is None else json.dumps(found) for found in timings]
         self._arrays("sidecar", flat, {"t_ns": flat.t_ns, "forwarded_ns": flat.delivery["forwarded_ns"]})
 
     def _engine(self) -> None:

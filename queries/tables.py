@@ -76,6 +76,10 @@ REQUESTS: tuple[Column, ...] = (
         ("class", "request class after defaulting"),
         ("contract_hash", "SHA-256 of the resolved contract"),
         ("labels", "free labels, a JSON object"),
+        (
+            "sidecar_server_timing",
+            "durations by name, ns, a JSON object: what hops that are not ours said in Server-Timing",
+        ),
     ),
     *_columns(
         "BOOLEAN",

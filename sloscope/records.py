@@ -128,6 +128,11 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("loop_lag_max_ns", "int", "largest delay of the observer's own event loop while the request ran"),
         Field("consumer_hold_ns", "int", "how long the consumer held off pulling, in sum"),
         Field("hedge_waste_tokens", "int", "tokens of losing attempts"),
+        Field(
+            "server_timing",
+            "labels",
+            "sidecar: durations by name, ns, as the response's Server-Timing states them: hops that are not ours",
+        ),
     ),
     "late": (
         *_REQUEST,
