@@ -142,7 +142,7 @@ class Exchange:
                 self._payload = []
                 self._dispatch(None, None)
         elif leader is not None and leader.sent and leader.connection is not None:
-            leader.connection.transport.write(raw)
+            leader.connection.upload(raw)
         else:
             self._raw.append(raw)
             self._raw_bytes += used
@@ -403,7 +403,7 @@ class Exchange:
     def download_paused(self) -> None:
         """The client does not read: neither do we."""
         leader = self._leader
-        if leader is None or leader.connection is None or leader.body is None or self._held_since_ns:
+        if leader is None or leader.connection is None or self._held_since_ns:
             return
         self._held_since_ns = self.plane.clock.monotonic_ns()
         leader.connection.pause_reading()

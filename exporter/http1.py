@@ -267,7 +267,10 @@ def encode_request(head: RequestHead, prefix: bytes, authority: bytes, extra: He
 
 
 def encode_response(head: ResponseHead, extra: Headers, chunked: bool, close: bool) -> bytes:
-    headers = [*_end_to_end(head.headers, frozenset(name.lower() for name, _ in extra)), *extra]
+    dropped = {name.lower() for name, _ in extra}
+    if head.status < 200 or head.status == 204:
+        dropped.add(b"content-length")  # there is no body, and a reader that believes the number would wait for one
+    headers = [*_end_to_end(head.headers, frozenset(dropped)), *extra]
     if extra and head.get(b"access-control-allow-origin"):
         # A page of another origin that may read the answer could not read our names otherwise. Lists of several headers
         # add up.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import ssl
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ CONNECT_TIMEOUT_S = 5.0
 # Below the five seconds after which uvicorn, under most of these servers, closes an idle connection.
 IDLE_NS = 4 * NS_PER_S
 _MAX_IDLE = 256
+_ONE_LOOK_S = 0.001  # a timer this far away runs after the sockets were looked at once more
 _FIRST_REST_NS = NS_PER_S // 4  # for which an upstream is left alone after a connect that failed
 _LONGEST_REST_NS = 16 * NS_PER_S
 _BYTES_PER_TOKEN = 4  # of a request body, text and JSON around it: about what English takes
@@ -69,6 +71,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.used = False  # served a request before, so that the upstream may have closed it meanwhile
         self.idle_since_ns = 0
         self._reading = True
+        self._unsent: list[bytes] = []  # of a request body
         self._monotonic_ns = pool.clock.monotonic_ns
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -100,6 +103,38 @@ class UpstreamConnection(asyncio.Protocol):
     def resume_writing(self) -> None:
         if self.attempt is not None:
             self.attempt.exchange.upload_resumed()
+
+    def upload(self, data: bytes) -> None:
+        """The next bytes of a request that was begun.
+
+        A server may answer before it has read them, with a 413 for one, and close. To write to that connection would
+        be an error, and what was answered be lost with it: so what is there to read is read first.
+        """
+        if not self._unsent:
+            if not (self._reading and self._is_heard()):
+                self.transport.write(data)
+                return
+            assert self.attempt is not None
+            self.attempt.exchange.upload_paused()
+            asyncio.get_running_loop().call_later(_ONE_LOOK_S, self._upload_rest, self.attempt)
+        self._unsent.append(data)
+
+    @property
+    def owes(self) -> bool:
+        """Part of a request body, which was answered meanwhile."""
+        return bool(self._unsent)
+
+    def _is_heard(self) -> bool:
+        """Whether the other end said something that is not read yet."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
+    def _upload_rest(self, attempt: Attempt) -> None:
+        unsent, self._unsent = self._unsent, []
+        if self.attempt is attempt:
+            attempt.exchange.upload_resumed()
+            self.transport.write(b"".join(unsent))  # which may pause it again
 
     def pause_reading(self) -> None:
         if self._reading and not self.transport.is_closing():
@@ -205,6 +240,8 @@ class Pool:
         connection.attempt = None
         connection.used = True
         connection.resume_reading()
+        if connection.owes:
+            connection.transport.abort()  # the next request would be taken for the rest of this one's body
         if connection.transport.is_closing():
             return
         connection.idle_since_ns = self.clock.monotonic_ns()

@@ -90,6 +90,36 @@ class ScriptedUpstream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def serving(
+    handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], limit: int = 1 << 16
+) -> AsyncIterator[str]:
+    """URL of a server that does as the handler says; its connections end with the block."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        try:
+            await handler(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+            tasks.discard(task)
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=limit)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)
+
+
 async def read_body(head: bytes, reader: asyncio.StreamReader) -> bytes:
     """The body's bytes as they came, chunk framing included."""
     lowered = head.lower()
