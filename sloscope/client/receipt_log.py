@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from sloscope import records
 from sloscope.client.recorder import RequestRecorder
 from sloscope.clock import Clock, SystemClock
 from sloscope.contract import Limits, Resolved
+from sloscope.errors import JournalError
 from sloscope.journal import JournalWriter
 
 # A batch is written when its first receipt is this old: with a tick every quarter second, or with batches spread over
@@ -31,6 +34,9 @@ class ReceiptLog:
 
     `on_end` is called with each recorder that has ended. `lag_since` gives the largest delay of the event loop since
     a stamp, where a loop is watched. Writing never raises: what could not be written is counted in `lost`.
+
+    A log that was closed opens a new file for the next request. A forked child does the same; what was open at the
+    fork is its parent's.
     """
 
     def __init__(
@@ -41,31 +47,36 @@ class ReceiptLog:
         lag_since: Callable[[int], int] | None = None,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self._events = events
+        # The journal may be opened anew after the process has changed its directory.
+        self._events = None if events is None else Path(events).absolute()
         self._on_end = on_end
         self._lag_since = lag_since
+        self._lost_before = 0  # by journals that were closed, or could not be opened
+        self._error_before = ""
+        self._begin()
+        self._journal: JournalWriter | None = None if self._events is None else self._new_journal(self._events)
+        _logs.add(self)
+
+    def _new_journal(self, events: Path) -> JournalWriter:
+        return JournalWriter(events, "client", self.clock, orjson.dumps)
+
+    def _begin(self) -> None:
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._open: dict[int, RequestRecorder] = {}  # by identity
         # Recorders with receipts that are not written, oldest first; each stands here once.
         self._due: deque[RequestRecorder] = deque()
         self._abandoned: deque[tuple[RequestRecorder, int]] = deque()
-        self._open_journal()
-
-    def _open_journal(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._journal = (
-            None if self._events is None else JournalWriter(self._events, "client", self.clock, orjson.dumps)
-        )
 
     @property
     def lost(self) -> int:
         """Records that could not be written."""
-        return 0 if self._journal is None else self._journal.lost
+        return self._lost_before + (0 if self._journal is None else self._journal.lost)
 
     @property
     def last_error(self) -> str:
-        return "" if self._journal is None else self._journal.last_error
+        return (self._journal.last_error if self._journal is not None else "") or self._error_before
 
     @property
     def path(self) -> Path | None:
@@ -80,20 +91,16 @@ class ReceiptLog:
         n_choices: int | None = 1,
         intended_ns: int | None = None,
         resolved: Resolved | None = None,
+        lag_since: Callable[[int], int] | None = None,
         **fields: Any,
     ) -> RequestRecorder:
         """Records the begin, which is on disk when this returns. `fields` are those of a `begin` record.
 
-        `streaming` and `n_choices` None: the request could not be read.
+        `streaming` and `n_choices` None: the request could not be read. `lag_since`: of the loop that this request is
+        read in, if it is another than the log's.
         """
-        if self._pid != os.getpid():
-            # A forked child: the file belongs to the parent, and so do the receipts that wait.
-            self._due.clear()
-            self._abandoned.clear()
-            self._thread = None
-            self._open_journal()
         limits = resolved.limits if resolved is not None else Limits()
-        if self._journal is not None:
+        if self._events is not None:
             record = records.make(
                 "begin",
                 request_id=request_id,
@@ -110,8 +117,42 @@ class ReceiptLog:
                 **fields,
             )
             with self._lock:
-                self._journal.write(record)
-        return RequestRecorder(self, request_id, send_ns, intended_ns, streaming, n_choices, limits.min_tokens)
+                self._write([record])
+        recorder = RequestRecorder(
+            self,
+            request_id,
+            send_ns,
+            intended_ns,
+            streaming,
+            n_choices,
+            limits.min_tokens,
+            lag_since or self._lag_since,
+        )
+        self._open[id(recorder)] = recorder
+        return recorder
+
+    def _write(self, batch: list[records.Record]) -> None:
+        """In one write(2). The lock is held."""
+        if self._journal is None and not self._reopen():
+            self._lost_before += len(batch)
+            return
+        assert self._journal is not None
+        for record in batch:
+            self._journal.append(record)
+        self._journal.flush()
+
+    def _reopen(self) -> bool:
+        assert self._events is not None
+        try:
+            self._journal = self._new_journal(self._events)
+        except JournalError as error:
+            self._error_before = str(error)
+            return False
+        return True
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
 
     @property
     def waiting(self) -> int:
@@ -126,12 +167,13 @@ class ReceiptLog:
         if not self._is_due(now_ns):
             return
         left = len(self._due) if most is None else most
+        batch: list[records.Record] = []
         with self._lock:
             while left > 0 and self._is_due(now_ns):
-                self._append_chunks(self._due.popleft())
+                batch += self._due.popleft().take_batch()
                 left -= 1
-            if self._journal is not None:
-                self._journal.flush()
+            if batch:
+                self._write(batch)
 
     def _is_due(self, now_ns: int) -> bool:
         return bool(self._due) and now_ns - self._due[0].pending_since_ns >= BATCH_AGE_NS
@@ -139,52 +181,111 @@ class ReceiptLog:
     def flush(self) -> None:
         """Writes every receipt that waits, those of requests that are still open too."""
         with self._lock:
+            batch: list[records.Record] = []
             while self._due:
-                self._append_chunks(self._due.popleft())
-            if self._journal is not None:
-                self._journal.flush()
+                batch += self._due.popleft().take_batch()
+            if batch:
+                self._write(batch)
 
     def start_ticking(self) -> None:
         """Ticks in a thread of its own, for transports that have no loop. Stops at `close`."""
-        if self._thread is None and self._journal is not None:
-            self._thread = threading.Thread(target=self._tick_until_closed, name="sloscope-receipts", daemon=True)
-            self._thread.start()
+        if self._thread is not None:
+            return
+        with self._lock:
+            if self._thread is None:
+                # It must not keep alive a log that nobody else has.
+                given = (weakref.ref(self), self._stop)
+                self._thread = threading.Thread(target=_tick, args=given, name="sloscope-receipts", daemon=True)
+                self._thread.start()
 
-    def _tick_until_closed(self) -> None:
-        stop = self._stop
-        while not stop.wait(_TICK_S):
-            self.tick(self.clock.monotonic_ns())
+    def end_open(self, end_ns: int, left: str) -> None:
+        """Ends what is open: its reader is leaving."""
+        for recorder in list(self._open.values()):
+            recorder.end(end_ns, left=left)
 
     def close(self) -> None:
         """Flushes and frees the journal file. Safe to call twice; open requests stay without an end."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-            self._thread = None
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._free()
+        self._thread, self._stop = None, threading.Event()
+
+    def _free(self) -> None:
         self.tick(self.clock.monotonic_ns())
         self.flush()
-        if self._journal is not None:
-            self._journal.close()
+        self._disown()
+        with self._lock:
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                journal.close()
+                self._lost_before += journal.lost
+                self._error_before = journal.last_error or self._error_before
+
+    def _disown(self) -> None:
+        for recorder in list(self._open.values()):
+            recorder.disown()
+        self._open.clear()
+
+    def __del__(self) -> None:
+        # Nobody else has it, so nobody holds its lock. The thread, whose locks are not ours, sees that it is gone.
+        if "_open" in vars(self):
+            self._free()
+
+    def leave(self) -> None:
+        """The process ends."""
+        self.end_open(self.clock.monotonic_ns(), "disconnect")
+        self.close()
+
+    def forked(self) -> None:
+        """In the child: files, threads and requests are the parent's."""
+        self._disown()
+        self._lost_before = 0
+        self._journal = None
+        self._begin()
 
     def abandon(self, recorder: RequestRecorder, end_ns: int) -> None:
         """For a finaliser, which may run anywhere and so must take no lock: the next tick records the end."""
         self._abandoned.append((recorder, end_ns))
 
     def has_waiting(self, recorder: RequestRecorder) -> None:
-        if self._journal is not None:
+        if self._events is not None:
             self._due.append(recorder)
 
-    def _append_chunks(self, recorder: RequestRecorder) -> None:
-        batch = recorder.take_batch()
-        if batch is not None and self._journal is not None:
-            self._journal.append(batch)
+    def may_end(self, recorder: RequestRecorder) -> bool:
+        """True once for each recorder, in whatever threads its reader, its closer and the ticks run."""
+        return self._open.pop(id(recorder), None) is not None
 
     def has_ended(self, recorder: RequestRecorder) -> None:
-        if self._lag_since is not None:
-            recorder.loop_lag_max_ns = self._lag_since(recorder.send_ns)
-        if self._journal is not None:
+        if self._events is not None:
             with self._lock:
-                self._append_chunks(recorder)
-                self._journal.write(recorder.end_record())
+                self._write([*recorder.take_batch(), recorder.end_record()])
         if self._on_end is not None:
             self._on_end(recorder)
+
+
+_logs: weakref.WeakSet[ReceiptLog] = weakref.WeakSet()
+
+
+def _tick(log: weakref.ref[ReceiptLog], stop: threading.Event) -> None:
+    while not stop.wait(_TICK_S):
+        living = log()
+        if living is None:
+            return
+        living.tick(living.clock.monotonic_ns())
+        del living
+
+
+def _forked() -> None:
+    for log in list(_logs):
+        log.forked()
+
+
+@atexit.register
+def _leave() -> None:
+    for log in list(_logs):
+        log.leave()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -6,7 +6,7 @@ the stamp in; nothing here reads a clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import orjson
@@ -24,6 +24,9 @@ class Log(Protocol):
     def has_waiting(self, recorder: RequestRecorder) -> None:
         """Receipts are there that no batch has taken; called again only after the next `take_batch`."""
 
+    def may_end(self, recorder: RequestRecorder) -> bool:
+        """Whether this is the first to end it."""
+
     def has_ended(self, recorder: RequestRecorder) -> None: ...
 
     def abandon(self, recorder: RequestRecorder, end_ns: int) -> None: ...
@@ -36,6 +39,7 @@ class RequestRecorder:
     """
 
     __slots__ = (
+        "_lag_since",
         "_log",
         "_min_tokens",
         "_stream",
@@ -67,8 +71,10 @@ class RequestRecorder:
         streaming: bool | None,
         n_choices: int | None,
         min_tokens: int,
+        lag_since: Callable[[int], int] | None = None,
     ) -> None:
         self._log = log
+        self._lag_since = lag_since
         self.request_id = request_id
         self.send_ns = send_ns
         self.intended_ns = intended_ns
@@ -131,19 +137,30 @@ class RequestRecorder:
         self.pending_since_ns = t_ns
         self._log.has_waiting(self)
 
-    def end(self, end_ns: int, transport: str = "eof", left: str = "", error: str | None = None) -> Ended:
-        """The request is over; the first call decides. `transport` and `left` as in definitions.StreamEnd.
+    def end(self, end_ns: int, transport: str = "eof", left: str = "", error: str | None = None) -> Ended | None:
+        """The request is over; the first call decides. `transport` and `left` as in definitions.StreamEnd. None: its
+        log was closed before.
 
         After `[DONE]` the end is the read that brought it, however late the consumer closes.
         """
-        if self.ended is not None:
+        if not self._log.may_end(self):
             return self.ended
+        if left == "disconnect" and self._is_undecodable():
+            left = ""  # the service's doing: no reader gets beyond it
         self._stream.finish(body_complete=transport == "eof" and not left)
         self.error = error
         self.end_ns = self._stream.end_ns(end_ns)
         self.ended = self._stream.classify(transport, left, self._min_tokens)
-        self._log.has_ended(self)
+        self._has_ended()
         return self.ended
+
+    def _is_undecodable(self) -> bool:
+        return "bad_compression" in self._stream.problems and not self._stream.opaque
+
+    def _has_ended(self) -> None:
+        if self._lag_since is not None:
+            self.loop_lag_max_ns = self._lag_since(self.send_ns)
+        self._log.has_ended(self)
 
     def abandon(self, end_ns: int) -> None:
         if self.ended is None:
@@ -151,25 +168,29 @@ class RequestRecorder:
 
     def close_window(self, end_ns: int) -> None:
         """The run is over and this request is not. Recorded, so that nobody takes it for one of a lost recorder."""
-        if self.ended is None:
+        if self._log.may_end(self):
             self._stream.stop()
             self.end_ns = end_ns
             self.ended = Ended("unfinished", "window_closed")
-            self._log.has_ended(self)
+            self._has_ended()
+
+    def disown(self) -> None:
+        """Another process records it, or nobody does any more: nothing of it goes to the log."""
+        self._waits = True
 
     def summary(self) -> Summary:
         """What a contract judges."""
         completed = self.ended is not None and self.ended.outcome == "completed"
         return self._stream.summary(self.send_ns, self.end_ns if completed else None)
 
-    def take_batch(self) -> records.Record | None:
-        """A `chunks` record of the receipts not yet written; None if there are none."""
+    def take_batch(self) -> list[records.Record]:
+        """A `chunks` record of the receipts not yet written; empty if there are none."""
         self._waits = False
         first, last = self._written, len(self.type)
         if first == last:
-            return None
+            return []
         self._written = last
-        return records.make("chunks", request_id=self.request_id, **self._stream.chunks(first, last))
+        return [records.make("chunks", request_id=self.request_id, **self._stream.chunks(first, last))]
 
     def end_record(self) -> records.Record:
         assert self.ended is not None

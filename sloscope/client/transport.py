@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ import httpx
 import orjson
 
 from sloscope import contract as contracts
+from sloscope.client.loop_lag import LagProbe, LoopProbes
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.recorder import RequestRecorder
 from sloscope.contract import Contract, Limits, Resolved
@@ -38,6 +40,9 @@ from sloscope.stream_record import MAX_CHOICES
 ID_HEADER = "x-sloscope-request-id"
 RETRY_HEADER = "x-sloscope-retry-of"
 STOP_REASONS = ("voluntary", "client_timeout", "disconnect")
+_SENT_AGAIN_BY_REDIRECT = (307, 308)  # with its body; others are followed by a GET
+_FOLLOWED_WITHIN_NS = 1_000_000_000
+_MAX_KNOWN_IDS = 10_000
 _RETRY_COUNT = "x-stainless-retry-count"  # the openai package counts its retries here
 _READABLE_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate", "identity"})
 
@@ -86,7 +91,12 @@ class _Observer:
         self._contract_hash = self._contract.hash if self._contract is not None else None
         self._tenant = tenant
         self._labels = dict(labels or {})
-        self.log = ReceiptLog(None if events is None else Path(events), on_end=on_end)
+        self._on_end = on_end
+        self.log = ReceiptLog(None if events is None else Path(events), on_end=self._tell)
+        self.probes = LoopProbes(lambda: self.log.open_requests > 0)
+        self._known_ids: OrderedDict[str, None] = OrderedDict()
+        # request id → a request that a redirect has answered, and when; its client may follow or not.
+        self._redirected: OrderedDict[str, tuple[RequestRecorder, int]] = OrderedDict()
         self.errors = 0
         self.last_error = ""
 
@@ -99,16 +109,26 @@ class _Observer:
             self.last_error = f"{type(error).__name__}: {error}"
             return None
 
-    def begin(self, request: Any) -> RequestRecorder | None:
+    def _tell(self, recorder: RequestRecorder) -> None:
+        on_end = self._on_end
+        if on_end is not None:
+            self.guard(lambda: on_end(recorder))
+
+    def begin(self, request: Any, in_loop: bool = False) -> RequestRecorder | None:
         """None: this is no request for completions, or the observer failed."""
         if request.method != "POST" or not request.url.path.rstrip("/").endswith("/completions"):
             return None
         send_ns = time.monotonic_ns()
-        recorder: RequestRecorder | None = self.guard(lambda: self._begin(request, send_ns))
+        recorder: RequestRecorder | None = self.guard(lambda: self._begin(request, send_ns, in_loop))
         return recorder
 
-    def _begin(self, request: Any, send_ns: int) -> RequestRecorder:
+    def _begin(self, request: Any, send_ns: int, in_loop: bool) -> RequestRecorder:
         headers = request.headers
+        moved = self._redirected.pop(headers.get(ID_HEADER, ""), None)
+        self._end_redirected(send_ns - _FOLLOWED_WITHIN_NS)
+        if moved is not None:
+            # The same request on its way to another address.
+            return moved[0]
         content = _content(request)
         # Whether a request that could not be read streams is unknown, not false.
         read = content is not None
@@ -123,9 +143,11 @@ class _Observer:
             headers[RETRY_HEADER] = retry_of
         _ask_for_what_we_can_read(headers)
         self.log.start_ticking()
+        probe: LagProbe | None = self.probes.here() if in_loop else None
         return self.log.open(
             request_id,
             send_ns,
+            lag_since=None if probe is None else probe.since,
             streaming=body.get("stream") is True if read else None,
             n_choices=min(_positive(body.get("n")) or 1, MAX_CHOICES) if read else None,
             resolved=self._resolve(headers),
@@ -150,8 +172,14 @@ class _Observer:
         ):
             retry_of = before.request_id
         own = headers.get(ID_HEADER, "")
+        if own in self._known_ids and not count:
+            # The same httpx.Request once more, of an auth flow or of a transport around ours that retries.
+            retry_of = own
         # The openai package repeats the caller's headers on a retry; an id names one request only.
         request_id = own if is_request_id(own) and not count and own != retry_of else new_request_id()
+        self._known_ids[request_id] = None
+        while len(self._known_ids) > _MAX_KNOWN_IDS:
+            self._known_ids.popitem(last=False)
         _last_attempt.set(_Attempt(request_id, url, body_hash, count))
         return request_id, retry_of if retry_of is not None and is_request_id(retry_of) else None
 
@@ -181,10 +209,30 @@ class _Observer:
         """The head has come: from here on the body passes through us."""
 
         def watch() -> None:
+            if response.status_code in _SENT_AGAIN_BY_REDIRECT and "location" in response.headers:
+                # What it is answered with comes from elsewhere, if its client goes there.
+                self._redirected[recorder.request_id] = recorder, time.monotonic_ns()
+                return
             recorder.response(response.status_code, response.headers)
             response.stream = stream_class(_library(response))(self, recorder, response.stream)
 
         self.guard(watch)
+
+    def _end_redirected(self, before_ns: int) -> None:
+        """Ends the requests whose redirect came before this stamp and was not followed."""
+        while self._redirected:
+            request_id, (recorder, at_ns) = next(iter(self._redirected.items()))
+            if at_ns >= before_ns:
+                return
+            if self._redirected.pop(request_id, None) is not None:
+                recorder.response(_SENT_AGAIN_BY_REDIRECT[0], {})
+                recorder.end(at_ns)
+
+    def leave(self) -> None:
+        """The client is closing: its open streams were left."""
+        end_ns, left = time.monotonic_ns(), _stop_reason.get() or "disconnect"
+        self.guard(lambda: self._end_redirected(end_ns + 1))
+        self.guard(lambda: self.log.end_open(end_ns, left))
 
     def close(self) -> None:
         self.guard(self.log.close)
@@ -244,6 +292,8 @@ class ReceiptTransport(_Recording, httpx.BaseTransport):
         return response
 
     def close(self) -> None:
+        # First, so that what the close does to a stream is not taken for the server's doing.
+        self._observer.leave()
         try:
             self._inner.close()
         finally:
@@ -256,7 +306,7 @@ class AsyncReceiptTransport(_Recording, httpx.AsyncBaseTransport):
     _default_inner = httpx.AsyncHTTPTransport
 
     async def handle_async_request(self, request: Any) -> Any:
-        recorder = self._observer.begin(request)
+        recorder = self._observer.begin(request, in_loop=True)
         if recorder is None:
             return await self._inner.handle_async_request(request)
         try:
@@ -268,6 +318,7 @@ class AsyncReceiptTransport(_Recording, httpx.AsyncBaseTransport):
         return response
 
     async def aclose(self) -> None:
+        self._observer.leave()
         try:
             await self._inner.aclose()
         finally:
@@ -281,6 +332,7 @@ class _Watched:
         self._observer = observer
         self._recorder = recorder
         self._inner = inner
+        self._response_ns = time.monotonic_ns()
 
     def _received(self, data: bytes) -> int:
         """Records what a pull brought; the stamp from which the consumer holds it."""
@@ -307,6 +359,7 @@ class _Watched:
 
 class _SyncWatched(_Watched):
     def __iter__(self) -> Iterator[bytes]:
+        self._held(self._response_ns)
         try:
             for data in self._inner:
                 held_since_ns = self._received(data)
@@ -329,6 +382,7 @@ class _SyncWatched(_Watched):
 
 class _AsyncWatched(_Watched):
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._held(self._response_ns)
         try:
             async for data in self._inner:
                 held_since_ns = self._received(data)
@@ -371,7 +425,8 @@ def _why(error: BaseException) -> tuple[str, str]:
         return "connect_error", ""
     if "TimeoutException" in names:
         return "eof", "client_timeout"
-    if isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
+    # trio's cancellation is called Cancelled.
+    if isinstance(error, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)) or "Cancelled" in names:
         return "eof", _stop_reason.get() or "disconnect"
     return "reset", ""
 

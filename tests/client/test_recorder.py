@@ -248,9 +248,11 @@ def test_a_posted_receipt_says_that_it_is_recorded_and_leaves_out_what_is_not_kn
 
 def test_loop_lag_since_a_stamp_is_the_largest_overrun_after_it() -> None:
     probe = LagProbe()
-    for at, lag in [(10, 5), (20, 90), (30, 2), (40, 30), (50, 7)]:
+    for at, lag in [(100, 5), (200, 90), (210, 2), (250, 30), (260, 7)]:
         probe.note(at, lag)
-    assert [probe.since(t) for t in (0, 20, 21, 40, 41, 51)] == [90, 90, 30, 30, 7, 0]
+    assert [probe.since(t) for t in (0, 110, 201, 220, 251, 261)] == [90, 90, 30, 30, 7, 0]
+    # Of the 90 that ended at 200, a request sent at 180 can have met 20, and met 30 later.
+    assert [probe.since(t) for t in (150, 180, 245)] == [50, 30, 7]
 
 
 CONTRACT_TOML = """

@@ -1,0 +1,782 @@
+"""The transports under clients that misbehave, leave, fork and redirect, and over disks that fail. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from sloscope import contract as contracts
+from sloscope.client import AsyncReceiptTransport, ReceiptTransport, stop_reason
+from sloscope.client.recorder import RequestRecorder
+from sloscope.ids import is_request_id
+from tests.client.conftest import Records
+from tests.client.sse_server import Asked, Reply, Script, SseServer, chunk, tokens
+from tests.waiting import until
+
+MS = 1_000_000
+Recorded = Callable[[Path], Records]
+CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "p", "stream": True}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
+ENDLESS = tokens(1000, gap_s=0.01)
+
+
+def only(records: Records, kind: str) -> dict[str, Any]:
+    assert len(records[kind]) == 1, records[kind]
+    return records[kind][0]
+
+
+def ends(records: Records) -> list[tuple[str, str]]:
+    return [(end["outcome"], end["reason"]) for end in records["end"]]
+
+
+def receipts(records: Records) -> int:
+    return sum(len(batch["t_ns"]) for batch in records["chunks"])
+
+
+def url_of(server: SseServer) -> str:
+    return f"{server.url}/v1/completions"
+
+
+@contextmanager
+def observed(script: Script, events: Path, errors: int = 0, **options: Any) -> Iterator[tuple[httpx.Client, SseServer]]:
+    with SseServer(script) as server:
+        transport = ReceiptTransport(events, CONTRACT, **options)
+        with httpx.Client(transport=transport) as client:
+            yield client, server
+        assert transport.observer_errors == errors, transport.last_error
+
+
+def run_async(
+    script: Script, events: Path, use: Callable[[httpx.AsyncClient, str], Any], errors: int = 0, **options: Any
+) -> None:
+    async def main(server: SseServer) -> None:
+        transport = AsyncReceiptTransport(events, CONTRACT, **options)
+        async with httpx.AsyncClient(transport=transport) as client:
+            await use(client, url_of(server))
+        assert transport.observer_errors == errors, transport.last_error
+
+    with SseServer(script) as server:
+        asyncio.run(main(server))
+
+
+# --- a consumer that leaves -------------------------------------------------------------------------------------
+
+
+class ConsumersError(Exception):
+    pass
+
+
+def breaks(response: httpx.Response) -> None:
+    for _ in response.iter_lines():
+        break
+
+
+def returns(response: httpx.Response) -> str | None:
+    for line in response.iter_lines():
+        return line
+    return None
+
+
+def raises(response: httpx.Response) -> None:
+    for _ in response.iter_raw():
+        raise ConsumersError
+
+
+def never_reads(response: httpx.Response) -> None:
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("leave", [breaks, returns, raises, never_reads])
+def test_a_with_block_left_early_is_a_disconnect(
+    tmp_path: Path, recorded: Recorded, leave: Callable[[httpx.Response], object]
+) -> None:
+    with observed(ENDLESS, tmp_path) as (client, server):
+        try:
+            with client.stream("POST", url_of(server), json=BODY) as response:
+                leave(response)
+        except ConsumersError:
+            pass
+    records = recorded(tmp_path)
+    assert ends(records) == [("cancelled", "disconnect")]
+    assert (receipts(records) > 0) == (leave is not never_reads)
+
+
+async def breaks_async(response: httpx.Response) -> None:
+    async for _ in response.aiter_lines():
+        break
+
+
+async def returns_async(response: httpx.Response) -> str | None:
+    async for line in response.aiter_text():
+        return line
+    return None
+
+
+async def raises_async(response: httpx.Response) -> None:
+    async for _ in response.aiter_bytes():
+        raise ConsumersError
+
+
+async def never_reads_async(response: httpx.Response) -> None:
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("leave", [breaks_async, returns_async, raises_async, never_reads_async])
+def test_an_async_with_block_left_early_is_a_disconnect(
+    tmp_path: Path, recorded: Recorded, leave: Callable[[httpx.Response], Any]
+) -> None:
+    async def use(client: httpx.AsyncClient, url: str) -> None:
+        try:
+            async with client.stream("POST", url, json=BODY) as response:
+                await leave(response)
+        except ConsumersError:
+            pass
+
+    run_async(ENDLESS, tmp_path, use)
+    records = recorded(tmp_path)
+    assert ends(records) == [("cancelled", "disconnect")]
+    assert (receipts(records) > 0) == (leave is not never_reads_async)
+
+
+def test_an_async_generator_that_nobody_closes_is_a_disconnect_once_it_is_collected(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    async def use(client: httpx.AsyncClient, url: str) -> None:
+        response = await client.send(client.build_request("POST", url, json=BODY), stream=True)
+        lines = response.aiter_lines()
+        await anext(lines)
+        connection = response.stream._stream._inner  # type: ignore[attr-defined]
+        del response, lines
+        gc.collect()
+        await asyncio.sleep(0.1)  # the loop closes the generator
+        gc.collect()
+        await asyncio.sleep(0.6)  # the end is written by a tick, every quarter second
+        assert ends(recorded(tmp_path)) == [("cancelled", "disconnect")]
+        await connection.aclose()
+
+    run_async(ENDLESS, tmp_path, use)
+
+
+def test_a_dropped_stream_is_told_to_a_callback_without_a_journal() -> None:
+    told: list[RequestRecorder] = []
+    with SseServer(ENDLESS) as server:
+        client = httpx.Client(transport=ReceiptTransport(None, CONTRACT, on_end=told.append))
+        response = client.send(client.build_request("POST", url_of(server), json=BODY), stream=True)
+        next(response.iter_raw())
+        connection = response.stream._stream._inner  # type: ignore[attr-defined]
+        del response
+        gc.collect()
+        until(lambda: len(told) == 1, 3)
+        connection.close()
+        client.close()
+    assert told[0].ended == ("cancelled", "disconnect")
+
+
+def test_a_callback_that_fails_for_a_dropped_stream_stops_no_later_record(tmp_path: Path, recorded: Recorded) -> None:
+    def broken(_: RequestRecorder) -> None:
+        raise RuntimeError("the callback's own bug")
+
+    release = threading.Event()
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.stream()
+        await reply.text()
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await reply.finish(usage=1)
+
+    with observed(script, tmp_path, errors=2, on_end=broken) as (client, server):
+        dropped = client.send(client.build_request("POST", url_of(server), json=BODY), stream=True)
+        next(dropped.iter_raw())
+        connection = dropped.stream._stream._inner  # type: ignore[attr-defined]
+        del dropped
+        gc.collect()
+        until(lambda: len(recorded(tmp_path)["end"]) == 1, 3)
+        with client.stream("POST", url_of(server), json=BODY) as response:
+            lines = response.iter_lines()
+            next(lines)
+            # The thread that writes batches is still there.
+            until(lambda: receipts(recorded(tmp_path)) == 2, 3)
+            release.set()
+            list(lines)
+        connection.close()
+    assert ends(recorded(tmp_path)) == [("cancelled", "disconnect"), ("completed", "")]
+
+
+def test_a_client_that_is_closed_ends_its_open_streams(tmp_path: Path, recorded: Recorded) -> None:
+    with SseServer(ENDLESS) as server:
+        transport = ReceiptTransport(tmp_path, CONTRACT)
+        client = httpx.Client(transport=transport)
+        open_streams = [
+            client.send(client.build_request("POST", url_of(server), json=BODY), stream=True) for _ in range(3)
+        ]
+        for response in open_streams[:2]:
+            next(response.iter_raw())
+        with stop_reason("voluntary"):
+            client.close()
+        records = recorded(tmp_path)
+        assert ends(records) == [("cancelled", "voluntary")] * 3
+        assert [end["output_tokens"] for end in records["end"]][2] == 0
+        for response in open_streams:
+            response.close()
+        assert transport.observer_errors == 0, transport.last_error
+    assert len(recorded(tmp_path)["end"]) == 3
+
+
+def test_a_client_closed_while_another_thread_reads_is_the_consumers_end_and_not_the_servers(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    reading = threading.Event()
+    failure: list[BaseException] = []
+
+    def read(client: httpx.Client, url: str) -> None:
+        try:
+            with client.stream("POST", url, json=BODY) as response:
+                for _ in response.iter_raw():
+                    reading.set()
+        except Exception as error:
+            failure.append(error)
+
+    with SseServer(tokens(2, gap_s=5.0)) as server:
+        transport = ReceiptTransport(tmp_path, CONTRACT)
+        client = httpx.Client(transport=transport, timeout=1.0)
+        thread = threading.Thread(target=read, args=(client, url_of(server)))
+        thread.start()
+        assert reading.wait(3)
+        client.close()
+        thread.join(5)
+    assert not thread.is_alive() and failure
+    assert ends(recorded(tmp_path)) == [("cancelled", "disconnect")]
+    assert transport.observer_errors == 0, transport.last_error
+
+
+def test_a_transport_that_was_closed_records_its_next_client_too(tmp_path: Path, recorded: Recorded) -> None:
+    with SseServer(tokens(2)) as server:
+        transport = ReceiptTransport(tmp_path, CONTRACT)
+        for _ in range(2):
+            with httpx.Client(transport=transport) as client:
+                client.post(url_of(server), json=BODY)
+        assert transport.observer_errors == 0, transport.last_error
+    assert ends(recorded(tmp_path)) == [("completed", "")] * 2
+
+
+def test_a_transport_that_is_dropped_unclosed_leaves_no_thread_and_no_file_behind(tmp_path: Path) -> None:
+    def threads() -> int:
+        return sum(thread.name == "sloscope-receipts" for thread in threading.enumerate())
+
+    def journals() -> int:
+        return sum(
+            os.readlink(f"/proc/self/fd/{name}").startswith(str(tmp_path))
+            for name in os.listdir("/proc/self/fd")
+            if os.path.lexists(f"/proc/self/fd/{name}")
+        )
+
+    with SseServer(tokens(2)) as server:
+        for _ in range(5):
+            transport = ReceiptTransport(tmp_path, CONTRACT)
+            client = httpx.Client(transport=transport)
+            client.post(url_of(server), json=BODY)
+            transport._inner.close()
+        assert (threads(), journals()) != (0, 0)
+        del client, transport
+        gc.collect()
+        until(lambda: (threads(), journals()) == (0, 0), 3)
+
+
+def test_a_process_that_just_ends_leaves_no_stream_without_an_end(tmp_path: Path, recorded: Recorded) -> None:
+    program = textwrap.dedent("""
+        import sys, httpx
+        from sloscope.client import ReceiptTransport
+        client = httpx.Client(transport=ReceiptTransport(sys.argv[1]))
+        response = client.send(client.build_request("POST", sys.argv[2], json={"stream": True}), stream=True)
+        next(response.iter_raw())
+    """)
+    with SseServer(ENDLESS) as server:
+        run = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, str(tmp_path), url_of(server)],
+            capture_output=True,
+            text=True,
+        )
+    assert (run.returncode, run.stderr) == (0, "")
+    records = recorded(tmp_path)
+    assert ends(records) == [("cancelled", "disconnect")] and receipts(records) >= 1
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unaccepting() -> Iterator[str]:
+    """An address whose queue of connections is full: a connect waits."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        waiting = []
+        for _ in range(4):
+            waiting.append(socket.socket())
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(listener.getsockname())
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        finally:
+            for each in waiting:
+                each.close()
+
+
+def test_a_connect_that_takes_too_long_is_a_connect_error(tmp_path: Path, recorded: Recorded) -> None:
+    client = httpx.Client(transport=ReceiptTransport(tmp_path, CONTRACT), timeout=httpx.Timeout(5, connect=0.2))
+    with unaccepting() as url, client, pytest.raises(httpx.ConnectTimeout):
+        client.post(url, json=BODY)
+    records = recorded(tmp_path)
+    assert ends(records) == [("failed", "connect_error")] and "http_status" not in only(records, "end")
+
+
+def test_a_server_that_does_not_take_the_request_in_time_met_the_clients_deadline(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    client = httpx.Client(transport=ReceiptTransport(tmp_path, CONTRACT), timeout=httpx.Timeout(5, write=0.3))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        with client, pytest.raises(httpx.WriteTimeout):
+            client.post(url, json=BODY | {"prompt": "x" * (32 << 20)})
+    assert ends(recorded(tmp_path)) == [("cancelled", "client_timeout")]
+
+
+def test_a_wait_for_the_pool_that_is_too_long_met_the_clients_deadline(tmp_path: Path, recorded: Recorded) -> None:
+    one_slot = httpx.HTTPTransport(limits=httpx.Limits(max_connections=1))
+    with SseServer(ENDLESS) as server:
+        transport = ReceiptTransport(tmp_path, CONTRACT, inner=one_slot)
+        with httpx.Client(transport=transport, timeout=httpx.Timeout(5, pool=0.2)) as client:
+            with client.stream("POST", url_of(server), json=BODY) as response:
+                reading = response.iter_raw()
+                next(reading)
+                with pytest.raises(httpx.PoolTimeout):
+                    client.post(url_of(server), json=BODY)
+            assert len(server.asked) == 1
+        assert transport.observer_errors == 0, transport.last_error
+    assert ends(recorded(tmp_path)) == [("cancelled", "client_timeout"), ("cancelled", "disconnect")]
+
+
+def test_the_read_deadline_holds_between_two_events_too(tmp_path: Path, recorded: Recorded) -> None:
+    with (
+        observed(tokens(2, gap_s=3.0), tmp_path) as (client, server),
+        pytest.raises(httpx.ReadTimeout),
+        client.stream("POST", url_of(server), json=BODY, timeout=0.2) as response,
+    ):
+        list(response.iter_lines())
+    records = recorded(tmp_path)
+    assert ends(records) == [("cancelled", "client_timeout")] and receipts(records) == 1
+
+
+def test_a_task_cancelled_while_its_consumer_thinks_is_a_disconnect(tmp_path: Path, recorded: Recorded) -> None:
+    async def use(client: httpx.AsyncClient, url: str) -> None:
+        async def read() -> None:
+            async with client.stream("POST", url, json=BODY) as response:
+                async for _ in response.aiter_lines():
+                    await asyncio.sleep(10)
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run_async(ENDLESS, tmp_path, use)
+    assert ends(recorded(tmp_path)) == [("cancelled", "disconnect")]
+
+
+# --- what a body is read by -------------------------------------------------------------------------------------
+
+WAYS: dict[str, Callable[[httpx.Response], object]] = {
+    "read": lambda response: response.read(),
+    "raw": lambda response: b"".join(response.iter_raw()),
+    "raw of 7": lambda response: b"".join(response.iter_raw(7)),
+    "bytes": lambda response: b"".join(response.iter_bytes()),
+    "text": lambda response: "".join(response.iter_text()),
+    "lines": lambda response: list(response.iter_lines()),
+}
+
+
+def events_of(count: int) -> bytes:
+    text = b"".join(b"data: " + orjson.dumps(chunk({"content": "é"})) + b"\n\n" for _ in range(count))
+    return text + b"data: [DONE]\n\n"
+
+
+def packed_stream(coding: str, count: int) -> Script:
+    """Each event flushed on its own, as a server that streams and compresses has to."""
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        packer = zlib.compressobj(wbits=31) if coding == "gzip" else zlib.compressobj(wbits=15)
+        await reply.head(200, {"content-type": "text/event-stream", "content-encoding": coding})
+        for event in events_of(count).split(b"\n\n")[:-1]:
+            await reply.body(packer.compress(event + b"\n\n") + packer.flush(zlib.Z_SYNC_FLUSH))
+            await asyncio.sleep(0.02)
+        await reply.body(packer.flush())
+        await reply.over()
+
+    return script
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("coding", ["plain", "gzip", "deflate"])
+def test_however_a_body_is_read_it_has_the_same_receipts(
+    tmp_path: Path, recorded: Recorded, way: str, coding: str
+) -> None:
+    async def plain(asked: Asked, reply: Reply) -> None:
+        await reply.stream()
+        for event in events_of(4).split(b"\n\n")[:-1]:
+            await reply.body(event + b"\n\n")
+            await asyncio.sleep(0.02)
+        await reply.over()
+
+    script = plain if coding == "plain" else packed_stream(coding, 4)
+    with (
+        observed(script, tmp_path) as (client, server),
+        client.stream("POST", url_of(server), json=BODY) as response,
+    ):
+        WAYS[way](response)
+    records = recorded(tmp_path)
+    stamps = [t for batch in records["chunks"] for t in batch["t_ns"]]
+    assert ends(records) == [("completed", "")] and len(stamps) == 4
+    # Four events 20 ms apart are four reads, whatever they were packed in.
+    assert all(later > earlier for earlier, later in itertools.pairwise(stamps))
+    assert only(records, "end")["bytes"] > 0
+
+
+def test_the_time_before_the_first_pull_is_the_consumers_own(tmp_path: Path, recorded: Recorded) -> None:
+    with observed(tokens(2), tmp_path) as (client, server):
+        with client.stream("POST", url_of(server), json=BODY) as response:
+            time.sleep(0.3)  # the events are there; nobody asks for them
+            response.read()
+        with client.stream("POST", url_of(server), json=BODY) as response:
+            response.read()
+    records = recorded(tmp_path)
+    late, prompt = records["end"]
+    assert 300 * MS <= late["consumer_hold_ns"] < 500 * MS
+    assert prompt["consumer_hold_ns"] < 50 * MS
+    # It is in the TTFT, too: the receipt at a client that pulls is the pull.
+    assert records["chunks"][0]["t_ns"][0] - records["begin"][0]["send_ns"] >= 300 * MS
+
+
+# --- the consumer's own loop ------------------------------------------------------------------------------------
+
+
+def test_a_loop_that_was_busy_is_recorded_with_the_requests_that_it_delayed(tmp_path: Path, recorded: Recorded) -> None:
+    async def use(client: httpx.AsyncClient, url: str) -> None:
+        async def read() -> None:
+            async with client.stream("POST", url, json=BODY) as response:
+                await response.aread()
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0.05)
+        time.sleep(0.25)  # on the loop
+        await reading
+        await read()
+
+    run_async(tokens(5, gap_s=0.03), tmp_path, use)
+    late, prompt = recorded(tmp_path)["end"]
+    assert 200 * MS <= late["loop_lag_max_ns"] < 400 * MS
+    assert prompt["loop_lag_max_ns"] < 100 * MS
+
+
+def test_a_sync_client_has_no_loop_that_could_be_late(tmp_path: Path, recorded: Recorded) -> None:
+    with observed(tokens(1), tmp_path) as (client, server):
+        client.post(url_of(server), json=BODY)
+    assert "loop_lag_max_ns" not in only(recorded(tmp_path), "end")
+
+
+def test_one_transport_serves_two_loops_one_after_the_other_and_two_at_once(tmp_path: Path, recorded: Recorded) -> None:
+    inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_keepalive_connections=0))  # sockets belong to a loop
+    transport = AsyncReceiptTransport(tmp_path, CONTRACT, inner=inner)
+
+    async def read(url: str, count: int) -> None:
+        async def one() -> None:
+            request = httpx.Request("POST", url, json=BODY, extensions={"timeout": {"read": 5.0}})
+            response = await transport.handle_async_request(request)
+            async for _ in response.stream:
+                pass
+            await response.aclose()
+
+        await asyncio.gather(*(one() for _ in range(count)))
+
+    with SseServer(tokens(5, gap_s=0.02)) as server:
+        for _ in range(2):
+            asyncio.run(read(url_of(server), 3))
+        threads = [threading.Thread(target=lambda: asyncio.run(read(url_of(server), 5))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asyncio.run(transport.aclose())
+    assert transport.observer_errors == 0, transport.last_error
+    records = recorded(tmp_path)
+    assert ends(records) == [("completed", "")] * 16 and receipts(records) == 80  # (3 + 3 + 5 + 5) × 5
+    assert all(end["loop_lag_max_ns"] < 1000 * MS for end in records["end"])
+
+
+def test_fifty_threads_share_one_client(tmp_path: Path, recorded: Recorded) -> None:
+    with observed(tokens(10, gap_s=0.005), tmp_path) as (client, server):
+        failed: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                assert client.post(url_of(server), json=BODY, timeout=20).status_code == 200
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=ask) for _ in range(50)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+    records = recorded(tmp_path)
+    assert ends(records) == [("completed", "")] * 50 and receipts(records) == 500
+    assert len({begin["request_id"] for begin in records["begin"]}) == 50
+    assert all("retry_of" not in begin for begin in records["begin"])
+
+
+# --- one request and several sends ------------------------------------------------------------------------------
+
+
+def moves(status: int, asked_before: float = 0.0) -> Script:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if asked.path != "/moved/completions":
+            await asyncio.sleep(asked_before)
+            await reply.json(status, {"moved": True}, {"location": "/moved/completions"})
+        else:
+            await tokens(2)(asked, reply)
+
+    return script
+
+
+@pytest.mark.parametrize("status", [307, 308])
+def test_a_redirect_that_is_followed_is_one_request_from_its_first_send(
+    tmp_path: Path, recorded: Recorded, status: int
+) -> None:
+    with observed(moves(status, asked_before=0.1), tmp_path) as (client, server):
+        assert client.post(url_of(server), json=BODY, follow_redirects=True).status_code == 200
+    first, second = server.asked
+    records = recorded(tmp_path)
+    begin = only(records, "begin")
+    assert first.headers["x-sloscope-request-id"] == second.headers["x-sloscope-request-id"] == begin["request_id"]
+    assert begin["streaming"] is True and begin["path"] == "/v1/completions"
+    assert ends(records) == [("completed", "")] and only(records, "end")["http_status"] == 200
+    assert only(records, "chunks")["t_ns"][0] - begin["send_ns"] >= 100 * MS
+
+
+def test_a_followed_redirect_of_the_openai_package_is_one_request_and_its_retry_another(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if "moved" not in asked.path:
+            await reply.json(307, {}, {"location": "/moved/completions"})
+        elif asked.number == 1:
+            await reply.json(429, {"error": {}}, {"retry-after-ms": "20"})
+        else:
+            await tokens(1)(asked, reply)
+
+    async def use(server: SseServer) -> None:
+        transport = AsyncReceiptTransport(tmp_path, CONTRACT)
+        # A client given to the package keeps its own word on redirects.
+        http_client = httpx.AsyncClient(transport=transport, follow_redirects=True)
+        async with openai.AsyncOpenAI(api_key="k", base_url=f"{server.url}/v1", http_client=http_client) as client:
+            assert [piece async for piece in await client.chat.completions.create(**CHAT, stream=True)]
+        assert transport.observer_errors == 0, transport.last_error
+
+    with SseServer(script) as server:
+        asyncio.run(use(server))
+    records = recorded(tmp_path)
+    first, second = records["begin"]
+    assert len(server.asked) == 4 and second["retry_of"] == first["request_id"]
+    assert ends(records) == [("failed", "rejected"), ("completed", "")]
+
+
+@pytest.mark.parametrize("status", [302, 303, 307])
+def test_a_redirect_that_nobody_follows_is_an_http_error(tmp_path: Path, recorded: Recorded, status: int) -> None:
+    with observed(moves(status), tmp_path) as (client, server):
+        assert client.post(url_of(server), json=BODY).status_code == status
+    records = recorded(tmp_path)
+    assert ends(records) == [("failed", "http_error")] and only(records, "end")["http_status"] == status
+
+
+def test_a_loop_of_redirects_is_one_failed_request(tmp_path: Path, recorded: Recorded) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.json(307, {}, {"location": "/again/completions"})
+
+    with observed(script, tmp_path) as (client, server), pytest.raises(httpx.TooManyRedirects):
+        client.post(url_of(server), json=BODY, follow_redirects=True)
+    records = recorded(tmp_path)
+    assert len(server.asked) == 21  # httpx follows twenty
+    assert len(records["begin"]) == 1 and ends(records) == [("failed", "http_error")]
+
+
+def test_a_request_that_is_sent_again_is_a_new_one_that_names_the_first(tmp_path: Path, recorded: Recorded) -> None:
+    """A retrying transport around ours, or an auth flow, sends the same httpx.Request twice."""
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        if asked.number == 0:
+            await reply.json(503, {})
+        else:
+            await tokens(1)(asked, reply)
+
+    with observed(script, tmp_path) as (client, server):
+        request = client.build_request("POST", url_of(server), json=BODY)
+        assert [client.send(request).status_code for _ in range(2)] == [503, 200]
+    first, second = recorded(tmp_path)["begin"]
+    assert second["retry_of"] == first["request_id"] != second["request_id"]
+    assert is_request_id(second["request_id"])
+    assert server.asked[1].headers["x-sloscope-request-id"] == second["request_id"]
+    assert server.asked[1].headers["x-sloscope-retry-of"] == first["request_id"]
+
+
+# --- fork -------------------------------------------------------------------------------------------------------
+
+
+def test_a_child_says_nothing_of_the_streams_that_it_inherited(tmp_path: Path, recorded: Recorded) -> None:
+    release = threading.Event()
+
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.stream()
+        await reply.text()
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await reply.finish(usage=1)
+
+    with (
+        observed(script, tmp_path) as (client, server),
+        client.stream("POST", url_of(server), json=BODY) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        child = os.fork()
+        if child == 0:
+            # As a worker that its server forked: drops what it has, and ends by its own exit.
+            try:
+                signal.alarm(20)
+                del lines, response
+                gc.collect()
+                client._transport._observer.log.tick(time.monotonic_ns())  # type: ignore[attr-defined]
+                client._transport._observer.close()  # type: ignore[attr-defined]
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        release.set()
+        list(lines)
+    records = recorded(tmp_path)
+    assert ends(records) == [("completed", "")] and receipts(records) == 1
+
+
+def test_a_child_of_a_process_that_was_just_writing_does_not_hang(tmp_path: Path, recorded: Recorded) -> None:
+    with observed(tokens(1), tmp_path) as (client, server):
+        transport: Any = client._transport
+        with transport._observer.log._lock:  # as another thread may, in the moment of the fork
+            child = os.fork()
+            if child == 0:
+                try:
+                    signal.alarm(20)
+                    with httpx.Client(transport=transport) as own:
+                        own.post(url_of(server), json=BODY)
+                    os._exit(transport.observer_errors)
+                finally:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+        client.post(url_of(server), json=BODY)
+    assert ends(recorded(tmp_path)) == [("completed", "")] * 2
+
+
+# --- a disk that fails ------------------------------------------------------------------------------------------
+
+
+def test_a_directory_removed_in_mid_stream_breaks_nothing_and_later_records_are_kept(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    events = tmp_path / "events"
+    with SseServer(tokens(3, gap_s=0.05)) as server:
+        transport = ReceiptTransport(events, CONTRACT)
+        with httpx.Client(transport=transport) as client:
+            with client.stream("POST", url_of(server), json=BODY) as response:
+                lines = response.iter_lines()
+                next(lines)
+                shutil.rmtree(events)
+                assert "[DONE]" in "".join(lines)
+            assert client.post(url_of(server), json=BODY).status_code == 200
+    assert transport.observer_errors > 0 and "deleted" in transport.last_error
+    assert ends(recorded(events))[-1] == ("completed", "")
+
+
+def test_a_directory_that_became_a_file_breaks_nothing_and_every_loss_is_counted(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    with SseServer(tokens(3)) as server:
+        transport = ReceiptTransport(events, CONTRACT)
+        shutil.rmtree(events)
+        events.write_text("no directory")
+        with httpx.Client(transport=transport) as client:
+            assert b"[DONE]" in client.post(url_of(server), json=BODY).content
+        assert transport.observer_errors >= 3 and transport.last_error  # begin, chunks, end
+        lost = transport.observer_errors
+        # Nor when the transport has to open its journal anew.
+        with httpx.Client(transport=transport) as client:
+            assert b"[DONE]" in client.post(url_of(server), json=BODY).content
+        assert transport.observer_errors >= lost + 3
+
+
+def test_a_full_disk_breaks_nothing_and_every_loss_is_counted(tmp_path: Path, recorded: Recorded) -> None:
+    program = textwrap.dedent("""
+        import resource, sys, httpx
+        from sloscope.client import ReceiptTransport
+        transport = ReceiptTransport(sys.argv[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+        with httpx.Client(transport=transport) as client:
+            for _ in range(20):
+                response = client.post(sys.argv[2], json={"model": "tiny", "prompt": "p", "stream": True})
+                assert b"[DONE]" in response.content
+        print(transport.observer_errors, transport.last_error)
+    """)
+    with SseServer(tokens(3)) as server:
+        run = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path), url_of(server)], capture_output=True, text=True
+        )
+    assert run.returncode == 0, run.stderr
+    lost, _, why = run.stdout.partition(" ")
+    (journal,) = tmp_path.rglob("*.jsonl")
+    kept = journal.read_bytes().count(b'"request_id"')
+    assert journal.stat().st_size <= 1500 and why.strip() in ("File too large", "short write")
+    assert kept > 0 and int(lost) >= 20 * 3 - kept  # begin, chunks and end of twenty requests; a cut line is a loss
+
+
+def test_gzip_that_is_none_is_a_bad_stream_and_no_disconnect_of_the_reader_whose_library_gave_up(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.head(200, {"content-type": "text/event-stream", "content-encoding": "gzip"})
+        await reply.body(events_of(2))
+        await reply.over()
+
+    with observed(script, tmp_path) as (client, server), pytest.raises(httpx.DecodingError):
+        client.post(url_of(server), json=BODY)
+    assert ends(recorded(tmp_path)) == [("failed", "bad_stream")]
