@@ -13,7 +13,7 @@ from sloscope.records import ROLES
 
 _WEB_PORTS = {"http": 80, "https": 443}
 BALANCES = ("tokens", "requests")
-OBSERVED = (b"/v1/chat/completions", b"/v1/completions")
+OBSERVED = (b"/chat/completions", b"/v1/completions")  # several providers have the first under /v4, or under no version
 
 
 @dataclass(frozen=True, slots=True)

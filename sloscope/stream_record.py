@@ -50,6 +50,7 @@ class StreamRecord:
         "_loads",
         "_max_body_bytes",
         "_opaque",
+        "_stated",
         "body_bytes",
         "choice",
         "last_ns",
@@ -88,6 +89,7 @@ class StreamRecord:
         self._done_ns: int | None = None
         self._final_tokens: int | None = None
         self._cumulative: dict[int, int] = {}  # choice → tokens so far as the server states them
+        self._stated = 0  # the latest count of an event without output
 
     # --- the response
 
@@ -193,6 +195,8 @@ class StreamRecord:
             return None
         if self.n_choices == 1 and (event.finishes or over):
             self._final_tokens = total
+        if not event.outputs and self.n_choices == 1:
+            self._stated = total
         if len(event.outputs) != 1:
             return None
         # It counts up per choice.
@@ -218,6 +222,9 @@ class StreamRecord:
             if decoder.oversized:
                 self.problems.add("oversized_event")
             facts.events = len(self.t_ns)
+            if self._final_tokens is None and facts.done and self._stated > sum(self._cumulative.values()):
+                # The usage came on an empty delta, and [DONE] instead of a finish reason.
+                self._final_tokens = self._stated
         elif body and body_complete:
             event = parse_body(bytes(body), self._loads)
             self._said(event)

@@ -80,6 +80,20 @@ def test_a_tool_call_without_arguments_is_an_answer_when_the_usage_counts_its_to
     assert (made.output_tokens, made.token_source, len(made.t_ns)) == (3, "usage", 0)
 
 
+def test_a_usage_on_an_empty_delta_counts_once_done_says_that_it_was_the_last() -> None:
+    """As a router streams a tool call: no finish reason, the usage beside an empty content, then [DONE]."""
+    call = event({"index": 0, "delta": {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}})
+    last = event({"index": 0, "delta": {"content": ""}}, usage={"prompt_tokens": 57, "completion_tokens": 17})
+    made = record()
+    made.receive(1, call + last + DONE)
+    assert end(made) == ("completed", "")
+    assert (made.output_tokens, made.token_source, made.prompt_tokens) == (17, "usage", 57)
+    cut = record()
+    cut.receive(1, call + last)
+    assert end(cut, body_complete=False) == ("failed", "truncated")
+    assert (cut.output_tokens, cut.token_source) == (1, "assumed_one")  # more may have followed
+
+
 def test_the_tokens_of_an_event_stand_when_its_receipt_does() -> None:
     """A thread that writes batches may look between any two appends: the type comes last."""
     made = record()

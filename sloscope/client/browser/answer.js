@@ -30,6 +30,7 @@ export class Answer {
     this._malformed = false;
     this._finalTokens = null;
     this._cumulative = new Map(); // choice → tokens so far as the server states them
+    this._stated = 0; // the latest count of an event without output
   }
 
   response(status, contentType) {
@@ -87,6 +88,7 @@ export class Answer {
       return null;
     }
     if (this.nChoices === 1 && (event.finishes.length > 0 || isOver)) this._finalTokens = completion;
+    if (event.outputs.length === 0 && this.nChoices === 1) this._stated = completion;
     if (event.outputs.length !== 1) return null;
     const [choice] = event.outputs[0];
     const count = completion - (this._cumulative.get(choice) ?? 0);
@@ -95,10 +97,18 @@ export class Answer {
     return count;
   }
 
+  _counted() {
+    return [...this._cumulative.values()].reduce((sum, count) => sum + count, 0);
+  }
+
   finish(isComplete) {
     if (this._decoder !== null) {
       // What end of stream completes was received with the last read.
       for (const event of this._decoder.finish()) this._event(this._lastNs, event);
+      if (this._finalTokens === null && this._done && this._stated > this._counted()) {
+        // The usage came on an empty delta, and [DONE] instead of a finish reason.
+        this._finalTokens = this._stated;
+      }
     }
     this._events = this.tNs.length;
     if (this._body !== null && this._body.length > 0 && isComplete) {
@@ -149,7 +159,7 @@ export class Answer {
     const known = this.tNs.length > 0;
     let [outputTokens, tokenSource] = [this._finalTokens, "usage"];
     if (outputTokens === null && this._cumulative.size > 0) {
-      outputTokens = [...this._cumulative.values()].reduce((sum, count) => sum + count, 0);
+      outputTokens = this._counted();
       tokenSource = "continuous_usage";
     } else if (outputTokens === null && (known || this._events === 0)) {
       [outputTokens, tokenSource] = [this.tNs.length, "assumed_one"];
