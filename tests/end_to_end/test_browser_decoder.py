@@ -20,7 +20,7 @@ from exporter.control_plane import ControlPlane
 from sloscope.demo.processes import Stage
 from sloscope.sse import StreamDecoder, StreamEvent, parse_body
 from sloscope.stream_record import StreamRecord
-from tests.core.test_one_stream_three_observers import Exchange, exchanges
+from tests.core.test_one_stream_three_observers import Exchange, Piece, exchanges, sent
 from tests.end_to_end.browser import open_chromium, page, serving
 from tests.end_to_end.support import need
 from tests.exporter.test_receipts import with_app
@@ -294,6 +294,39 @@ def exchange_case(each: Exchange) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def counted(*counts: int, final: int | None = None, finish: str | None = "length") -> Exchange:
+    """One choice by continuous usage: tokens so far with each output event, an event a millisecond."""
+    bodies: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": {"content": "x"}}], "usage": {"completion_tokens": count}}
+        for count in counts
+    ]
+    if finish is not None:
+        bodies.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    if final is not None:
+        bodies.append({"choices": [], "usage": {"completion_tokens": final}})
+    pieces = [Piece(orjson.dumps(body)) for body in bodies]
+    parts = sent(pieces, b"\n")
+    reads = [(position * 1_000_000, part) for position, part in enumerate(parts, start=1)]
+    wire = b"".join(parts)
+    return Exchange(0, 9_000_000, 1, True, 200, "text/event-stream", "", pieces, b"\n", wire, reads, set(), "eof", "")
+
+
+def odd_counts() -> list[dict[str, Any]]:
+    """What random streams do not hold: an event of no token, a count that goes back, a request of no token."""
+    each = [
+        counted(2, 2, 5),
+        counted(0, 3),
+        counted(0, 0),
+        counted(0, final=0),
+        counted(final=0),
+        counted(2, 2, 5, finish=None),
+        counted(0, finish=None),
+        counted(4, 3, 6),
+        counted(3, 0, 4, final=4),
+    ]
+    return [exchange_case(exchange) for exchange in each]
+
+
 def random_exchanges() -> list[dict[str, Any]]:
     """Of the test that holds client and sidecar to one another; a browser undoes compression itself."""
     found: list[dict[str, Any]] = []
@@ -312,7 +345,7 @@ def random_exchanges() -> list[dict[str, Any]]:
 def test_a_browser_reads_every_stream_cut_anywhere_as_python_does(tmp_path: Path) -> None:
     need("chromium")
     streams, bodies = recorded_cases(tmp_path)
-    cases = {"streams": streams, "bodies": bodies, "exchanges": random_exchanges()}
+    cases = {"streams": streams, "bodies": bodies, "exchanges": [*random_exchanges(), *odd_counts()]}
     assert len(streams) > 500 and len(bodies) > 100 and len(cases["exchanges"]) > 100
     pages = {"/check.html": page(CHECK), "/cases.json": json.dumps(cases)}
     with serving(pages) as served, Stage(tmp_path) as stage:

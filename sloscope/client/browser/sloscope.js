@@ -138,6 +138,7 @@ class Call {
       this.over("eof"); // its body says no more, and the page may never read it
       return response;
     }
+    this._heldSinceNs = now(); // from here on it can be read
     return likeness(new Response(this._through(response.body.getReader()), response), response);
   }
 
