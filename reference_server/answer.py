@@ -30,7 +30,6 @@ from sloscope.definitions import StreamEnd, classify_end
 from sloscope.ids import is_request_id, new_request_id
 from sloscope.units import NS_PER_S
 
-MAX_BODY_BYTES = 16 << 20
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -143,8 +142,8 @@ class Answer(Response):
             if message["type"] == "http.disconnect":
                 raise ClientLeftError
             body += message.get("body", b"")
-            if len(body) > MAX_BODY_BYTES:
-                raise ApiError(413, f"body: more than {MAX_BODY_BYTES} bytes; accepted: at most that")
+            if len(body) > self._front.max_body_bytes:
+                raise ApiError(413, f"body: more than {self._front.max_body_bytes} bytes; accepted: at most that")
             if not message.get("more_body", False):
                 if self._hop.body_complete_ns is None:
                     self._hop.body_complete_ns = self._front.clock.monotonic_ns()

@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from reference_server.answer import MAX_BODY_BYTES, Answer, Hop
+from reference_server.answer import Answer, Hop
 from reference_server.faults import MAX_DELAY_NS
 from reference_server.front_end import FrontEnd
 from reference_server.openai_api import ApiError, shown
@@ -20,6 +20,8 @@ from reference_server.openai_api import ApiError, shown
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _LOOPBACK = ("127.0.0.1", "::1")
 MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, as far as they come in more than one read
+HEAD_TIMEOUT_S = 30.0  # for the first head of a connection from its opening, for later ones from their first byte
+MAX_AHEAD_BYTES = 1 << 20
 MAX_AHEAD = 64  # requests that one connection may send before the answer to the first is complete
 
 
@@ -86,6 +88,17 @@ class StampingProtocol(HttpToolsProtocol):
         super().connection_made(self._stamped)  # type: ignore[arg-type]
         # Paused as soon as the kernel takes no more: what is not paused has left this process.
         transport.set_write_buffer_limits(high=0)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        """Who sends nothing, or no end of a head, holds a file descriptor that others may need."""
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        if any(hop.unanswered for hop in self._hops):
+            self._await_head()
+        else:
+            self._cut()
 
     def data_received(self, data: bytes) -> None:
         self._received_ns = time.monotonic_ns()
@@ -96,12 +109,15 @@ class StampingProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._head_timer.cancelled():
+            self._await_head()
         self._hop = Hop(self._received_ns, self._stamped, self.flow, self._cut)
         self._hops = [hop for hop in self._hops if hop.open] + [self._hop]
         self.scope["extensions"] = {"sloscope": self._hop}  # type: ignore[dict-item]
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._head_timer.cancel()
         self._no_progress = 0
         self._hop.cycle = self.cycle
         self._read_on()
@@ -118,7 +134,7 @@ class StampingProtocol(HttpToolsProtocol):
         """uvicorn stops reading for a request that is ahead of its turn, and would not see the consumer leave."""
         if not self.pipeline:
             return
-        if len(self.pipeline) > MAX_AHEAD or sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_BODY_BYTES:
+        if len(self.pipeline) > MAX_AHEAD or sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_AHEAD_BYTES:
             self._cut()
         else:
             self.flow.resume_reading()
@@ -134,6 +150,7 @@ class StampingProtocol(HttpToolsProtocol):
             self._end(time.monotonic_ns())
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
         ours = self._stamped.closed_here and exc is None
         closed_ns = None if ours else time.monotonic_ns()
         for hop in self._hops:
@@ -173,7 +190,7 @@ def make_server(app: FastAPI, backlog: int) -> Server:
             http=StampingProtocol,
             lifespan="off",
             ws="none",
-            log_level="warning",
+            log_level="error",  # a warning a bad request would be a way to fill a disk
             access_log=False,
             server_header=False,
             backlog=backlog,

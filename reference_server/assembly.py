@@ -140,12 +140,13 @@ def _budget(choice: PolicyChoice, cost: OnlineFit) -> PrefillBudget:
 def _cost_model(path: str) -> CostModel | None:
     if not path:
         return None
+    accepted = "accepted: what `sloscope model fit --out` writes"
     try:
+        if Path(path).exists() and not Path(path).is_file():  # two processes read it, which a pipe does not take
+            raise ConfigError(f"--cost-model: {path!r}: is no file; {accepted}")
         return CostModel.from_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--cost-model: {path!r}: {error}; accepted: what `sloscope model fit --out` writes"
-        ) from None
+        raise ConfigError(f"--cost-model: {path!r}: {error}; {accepted}") from None
 
 
 def _one_of(flag: str, name: str, makers: Mapping[str, Callable[[], T]]) -> T:

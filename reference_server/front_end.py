@@ -23,6 +23,10 @@ from sloscope.recorder import Recorder
 
 # Without a contract nothing is promised, and no class is unknown.
 NO_PROMISES = Contract(classes={"default": RequestClass("default", Limits())}, default_class="default")
+# Parsing holds up every stream, some 150 ms for a megabyte of token ids. So a body is at most what a full context can
+# need: a token's text, escaped, and the rest of the request.
+BODY_BYTES_PER_TOKEN = 32
+LEAST_BODY_BYTES = 256 << 10
 DEFAULT_MAX_TOKENS = 256
 FLUSH_EVERY_S = 1.0
 PROBE_EVERY_S = 0.02
@@ -185,6 +189,7 @@ class FrontEnd:
         self.model: str = message["model"]
         self.mask_eos: bool = message["mask_eos"]
         self.max_context: int = message["max_context"]
+        self.max_body_bytes = max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * self.max_context)
         self.kv_tokens: int = message["kv_tokens"]
         self.created = self.clock.wall_ns() // 1_000_000_000
 

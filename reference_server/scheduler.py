@@ -288,7 +288,8 @@ class Scheduler:
         size = self.pool.block_tokens
         for request in [r for r in self._running if r.computed >= len(r.blocks) * size]:
             while request.state is State.DECODE and not self.pool.extend(request.key, request.computed + 1):
-                victim = max(self._running, key=_gives_way)
+                first_lane = min(each.lane for each in self._running)
+                victim = max(self._running, key=lambda each: _gives_way(each, first_lane))
                 self._preempt(victim, now_ns)
                 plan.preempted.append(victim)
 
@@ -524,9 +525,11 @@ class Scheduler:
             assert request.undelivered <= window, f"request {request.key}: {request.undelivered} undelivered"
 
 
-def _gives_way(request: Request) -> tuple[bool, int, int]:
-    """Whose KV is taken back first: who pauses uses its KV least; then the lower lane, then who came last."""
-    return request.state is State.PAUSED, 0 if request.preemptions else request.lane, request.rank
+def _gives_way(request: Request, first_lane: int) -> tuple[bool, int, int]:
+    """Whose KV is taken back first: who pauses uses its KV least; then the lower lane, then who came last. Who was
+    preempted before stands with the first lane that runs: its lane costs it no second time.
+    """
+    return request.state is State.PAUSED, first_lane if request.preemptions else request.lane, request.rank
 
 
 def refusal_of(reason: str, retry_after_s: int) -> Refusal:

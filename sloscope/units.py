@@ -50,7 +50,7 @@ def parse_address(text: str, field: str = "address") -> tuple[str, int]:
     """`8000`, `:8000` or `host:8000`; without a host the loopback address is meant."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]") or "127.0.0.1"
-    if not port.isdigit() or int(port) > 65535:
+    if not (port.isascii() and port.isdigit() and len(port) <= 5) or int(port) > 65535:
         raise ConfigError(f"{field}: {text!r} is not an address; accepted: HOST:PORT or PORT (0 to 65535)")
     return host, int(port)
 

@@ -54,7 +54,7 @@ def test_an_address_without_a_host_is_loopback() -> None:
     assert units.parse_address("8000") == ("127.0.0.1", 8000)
     assert units.parse_address("0.0.0.0:80") == ("0.0.0.0", 80)
     assert units.parse_address("[::1]:80") == ("::1", 80)
-    for bad in ("", "host", "host:", "1:70000", "a:b"):
+    for bad in ("", "host", "host:", "1:70000", "a:b", "127.0.0.1:²", "1:" + "9" * 5000):
         with pytest.raises(ConfigError, match="accepted: HOST:PORT"):
             units.parse_address(bad)
 

@@ -1,6 +1,7 @@
 """Flow control and cancellation at the front end: what the engine hears, what the consumer gets, what is recorded."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -326,6 +327,22 @@ def test_who_has_the_whole_answer_may_leave_as_it_likes(rig: FrontRig) -> None:
         client.read(until=b"[DONE]")
         client.leave(how)
         assert rig.end_of(key)["outcome"] == "completed" and rig.socket_closed_ns(key) is None
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
+def test_who_sends_no_head_is_closed_after_a_while(rig: FrontRig, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr("reference_server.app.HEAD_TIMEOUT_S", 0.1)
+    silent = rig.client()
+    if sent:
+        silent.send(sent)
+    assert silent.rest() == b""
+    # Half of a second head while the first answer runs costs nobody that answer.
+    client, key = begun(rig)
+    client.send(b"POST /v1/completions HTTP/1.1\r\n")
+    time.sleep(0.3)
+    rig.give(key, finish="length")
+    client.read(until=b"[DONE]")
+    assert rig.end_of(key)["outcome"] == "completed"
 
 
 def test_requests_sent_ahead_of_their_turn_are_answered_in_turn(rig: FrontRig) -> None:

@@ -330,6 +330,17 @@ def test_a_preempted_request_goes_before_who_came_after_it() -> None:
     assert admitted == ["a", "b", "b", "c"]
 
 
+@pytest.mark.parametrize("later_lane", [1, 2])
+def test_who_was_preempted_before_takes_no_kv_from_who_came_first_in_the_first_lane_that_runs(later_lane: int) -> None:
+    world = optimistic(blocks=6)
+    first = world.submit("first", prompt=4, max_tokens=12, lane=1)
+    world.step()
+    later = world.submit("later", prompt=4, max_tokens=12, lane=later_lane)
+    later.preemptions = 1
+    world.run_out()
+    assert (first.preemptions, later.preemptions) == (0, 2)
+
+
 def test_a_lower_lane_gives_way_to_who_came_later_and_does_so_once() -> None:
     # Each comes to hold 15 tokens, 4 blocks of 6.
     world = optimistic(blocks=6)

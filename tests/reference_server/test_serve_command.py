@@ -92,6 +92,7 @@ def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(
             ["--tenant-weights", "a=2,a=3"],
             "error: --tenant-weights: 'a=3'; accepted: each tenant once as TENANT=NUMBER",
         ),
+        (["--cost-model", "/dev/null"], "error: --cost-model: '/dev/null': is no file; accepted: what `sloscope model"),
         (["--slow-reader-after", "soon"], "error: --slow-reader-after: 'soon' is not a duration"),
     ],
 )

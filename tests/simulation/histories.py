@@ -338,17 +338,19 @@ class World(Observer):
         self.preempting_boundaries += bool(plan.preempted)
         assert not (plan.preempted and self.started), "what was just taken back is given away at once"
         self.started = 0
-        for request in plan.preempted:
-            self.preemptions[request.key] += 1
+        for number, request in enumerate(plan.preempted):
             # Who pauses uses its KV least. Else a lower lane gives way, if it never did, and then the last to come: who
-            # was preempted, or is in the first lane, loses its KV only to who came before it, so the first gets on.
+            # was preempted, or is in the first lane that runs, loses its KV only to who came before it, so the first
+            # gets on.
             if self.paths[request.key][-2] is not State.PAUSED:
                 others = self.scheduler.running()
                 assert all(other.state is not State.PAUSED for other in others)
-                own = request.lane if self.preemptions[request.key] == 1 else 0
+                first_lane = min(each.lane for each in (*others, *plan.preempted[number:]))
+                own = first_lane if self.preemptions[request.key] else request.lane
                 for other in others:
-                    lane = 0 if self.preemptions[other.key] else other.lane
+                    lane = first_lane if self.preemptions[other.key] else other.lane
                     assert lane < own or (lane == own and other.rank < request.rank), "the wrong one is preempted"
+            self.preemptions[request.key] += 1
         for request, fresh in zip(plan.requests, plan.fresh, strict=True):
             self.fresh[request.key] += fresh
 
