@@ -309,7 +309,7 @@ def test_the_journal_counters_are_those_of_both_processes(served: Served) -> Non
 
 
 def test_a_body_beyond_the_limit_is_refused(served: Served) -> None:
-    response = httpx.post(f"{served.url}/v1/completions", content=b"x" * (17 << 20), timeout=30)
+    response = httpx.post(f"{served.url}/v1/completions", content=b"x" * (1 << 20), timeout=30)
     assert response.status_code == 413 and "accepted: at most" in response.json()["error"]["message"]
 
 
