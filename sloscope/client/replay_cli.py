@@ -320,7 +320,9 @@ def _opening(
     loaded: traces.Trace, fixed: schedule.Schedule, target: Target, lengths: str, plan: schedule.Plan, processes: int
 ) -> str:
     rate = f"{fixed.mean_rate:.4g} req/s" if fixed.mean_rate is not None else "all at once"
-    made = "" if loaded.arrivals == traces.AS_RECORDED else f"; arrivals {loaded.arrivals}"
+    # A description says it itself.
+    said = loaded.format == "synthetic" or loaded.arrivals == traces.AS_RECORDED
+    made = "" if said else f"; arrivals {loaded.arrivals}"
     return (
         f"replaying {len(fixed.requests)} requests of {loaded.source} ({loaded.format}) over "
         f"{fixed.span_ns / NS_PER_S:.3f}s, {rate}, to {', '.join(str(origin) for origin in target.origins)}"
