@@ -1,4 +1,4 @@
-"""The transports under clients that misbehave, leave, fork and redirect, and over disks that fail. Real sockets."""
+"""The transports under consumers that leave, wait, hold off and read in their own way. Real sockets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 import gc
 import itertools
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,66 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import orjson
 import pytest
 
-from sloscope import contract as contracts
 from sloscope.client import AsyncReceiptTransport, ReceiptTransport, stop_reason
 from sloscope.client.recorder import RequestRecorder
-from sloscope.ids import is_request_id
-from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, chunk, tokens
+from tests.client.transport_use import (
+    BODY,
+    CONTRACT,
+    ENDLESS,
+    MS,
+    Recorded,
+    ends,
+    observed,
+    only,
+    receipts,
+    run_async,
+    url_of,
+)
 from tests.waiting import until
 
-MS = 1_000_000
-Recorded = Callable[[Path], Records]
-CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
-BODY: dict[str, Any] = {"model": "tiny", "prompt": "p", "stream": True}
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
-ENDLESS = tokens(1000, gap_s=0.01)
-
-
-def only(records: Records, kind: str) -> dict[str, Any]:
-    assert len(records[kind]) == 1, records[kind]
-    return records[kind][0]
-
-
-def ends(records: Records) -> list[tuple[str, str]]:
-    return [(end["outcome"], end["reason"]) for end in records["end"]]
-
-
-def receipts(records: Records) -> int:
-    return sum(len(batch["t_ns"]) for batch in records["chunks"])
-
-
-def url_of(server: SseServer) -> str:
-    return f"{server.url}/v1/completions"
-
-
-@contextmanager
-def observed(script: Script, events: Path, errors: int = 0, **options: Any) -> Iterator[tuple[httpx.Client, SseServer]]:
-    with SseServer(script) as server:
-        transport = ReceiptTransport(events, CONTRACT, **options)
-        with httpx.Client(transport=transport) as client:
-            yield client, server
-        assert transport.observer_errors == errors, transport.last_error
-
-
-def run_async(
-    script: Script, events: Path, use: Callable[[httpx.AsyncClient, str], Any], errors: int = 0, **options: Any
-) -> None:
-    async def main(server: SseServer) -> None:
-        transport = AsyncReceiptTransport(events, CONTRACT, **options)
-        async with httpx.AsyncClient(transport=transport) as client:
-            await use(client, url_of(server))
-        assert transport.observer_errors == errors, transport.last_error
-
-    with SseServer(script) as server:
-        asyncio.run(main(server))
-
-
-# --- a consumer that leaves -------------------------------------------------------------------------------------
+# --- a consumer that leaves ---------------------------------------------------------------------------------------
 
 
 class ConsumersError(Exception):
@@ -323,7 +283,7 @@ def test_a_process_that_just_ends_leaves_no_stream_without_an_end(tmp_path: Path
     assert ends(records) == [("cancelled", "disconnect")] and receipts(records) >= 1
 
 
-# --- deadlines --------------------------------------------------------------------------------------------------
+# --- deadlines ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -408,7 +368,7 @@ def test_a_task_cancelled_while_its_consumer_thinks_is_a_disconnect(tmp_path: Pa
     assert ends(recorded(tmp_path)) == [("cancelled", "disconnect")]
 
 
-# --- what a body is read by -------------------------------------------------------------------------------------
+# --- what a body is read by ---------------------------------------------------------------------------------------
 
 WAYS: dict[str, Callable[[httpx.Response], object]] = {
     "read": lambda response: response.read(),
@@ -466,6 +426,19 @@ def test_however_a_body_is_read_it_has_the_same_receipts(
     assert only(records, "end")["bytes"] > 0
 
 
+def test_gzip_that_is_none_is_a_bad_stream_and_no_disconnect_of_the_reader_whose_library_gave_up(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.head(200, {"content-type": "text/event-stream", "content-encoding": "gzip"})
+        await reply.body(events_of(2))
+        await reply.over()
+
+    with observed(script, tmp_path) as (client, server), pytest.raises(httpx.DecodingError):
+        client.post(url_of(server), json=BODY)
+    assert ends(recorded(tmp_path)) == [("failed", "bad_stream")]
+
+
 def test_the_time_before_the_first_pull_is_the_consumers_own(tmp_path: Path, recorded: Recorded) -> None:
     with observed(tokens(2), tmp_path) as (client, server):
         with client.stream("POST", url_of(server), json=BODY) as response:
@@ -481,7 +454,7 @@ def test_the_time_before_the_first_pull_is_the_consumers_own(tmp_path: Path, rec
     assert records["chunks"][0]["t_ns"][0] - records["begin"][0]["send_ns"] >= 300 * MS
 
 
-# --- the consumer's own loop ------------------------------------------------------------------------------------
+# --- the consumer's own loop --------------------------------------------------------------------------------------
 
 
 def test_a_loop_that_was_busy_is_recorded_with_the_requests_that_it_delayed(tmp_path: Path, recorded: Recorded) -> None:
@@ -557,226 +530,3 @@ def test_fifty_threads_share_one_client(tmp_path: Path, recorded: Recorded) -> N
     assert ends(records) == [("completed", "")] * 50 and receipts(records) == 500
     assert len({begin["request_id"] for begin in records["begin"]}) == 50
     assert all("retry_of" not in begin for begin in records["begin"])
-
-
-# --- one request and several sends ------------------------------------------------------------------------------
-
-
-def moves(status: int, asked_before: float = 0.0) -> Script:
-    async def script(asked: Asked, reply: Reply) -> None:
-        if asked.path != "/moved/completions":
-            await asyncio.sleep(asked_before)
-            await reply.json(status, {"moved": True}, {"location": "/moved/completions"})
-        else:
-            await tokens(2)(asked, reply)
-
-    return script
-
-
-@pytest.mark.parametrize("status", [307, 308])
-def test_a_redirect_that_is_followed_is_one_request_from_its_first_send(
-    tmp_path: Path, recorded: Recorded, status: int
-) -> None:
-    with observed(moves(status, asked_before=0.1), tmp_path) as (client, server):
-        assert client.post(url_of(server), json=BODY, follow_redirects=True).status_code == 200
-    first, second = server.asked
-    records = recorded(tmp_path)
-    begin = only(records, "begin")
-    assert first.headers["x-sloscope-request-id"] == second.headers["x-sloscope-request-id"] == begin["request_id"]
-    assert begin["streaming"] is True and begin["path"] == "/v1/completions"
-    assert ends(records) == [("completed", "")] and only(records, "end")["http_status"] == 200
-    assert only(records, "chunks")["t_ns"][0] - begin["send_ns"] >= 100 * MS
-
-
-def test_a_followed_redirect_of_the_openai_package_is_one_request_and_its_retry_another(
-    tmp_path: Path, recorded: Recorded
-) -> None:
-    async def script(asked: Asked, reply: Reply) -> None:
-        if "moved" not in asked.path:
-            await reply.json(307, {}, {"location": "/moved/completions"})
-        elif asked.number == 1:
-            await reply.json(429, {"error": {}}, {"retry-after-ms": "20"})
-        else:
-            await tokens(1)(asked, reply)
-
-    async def use(server: SseServer) -> None:
-        transport = AsyncReceiptTransport(tmp_path, CONTRACT)
-        # A client given to the package keeps its own word on redirects.
-        http_client = httpx.AsyncClient(transport=transport, follow_redirects=True)
-        async with openai.AsyncOpenAI(api_key="k", base_url=f"{server.url}/v1", http_client=http_client) as client:
-            assert [piece async for piece in await client.chat.completions.create(**CHAT, stream=True)]
-        assert transport.observer_errors == 0, transport.last_error
-
-    with SseServer(script) as server:
-        asyncio.run(use(server))
-    records = recorded(tmp_path)
-    first, second = records["begin"]
-    assert len(server.asked) == 4 and second["retry_of"] == first["request_id"]
-    assert ends(records) == [("failed", "rejected"), ("completed", "")]
-
-
-@pytest.mark.parametrize("status", [302, 303, 307])
-def test_a_redirect_that_nobody_follows_is_an_http_error(tmp_path: Path, recorded: Recorded, status: int) -> None:
-    with observed(moves(status), tmp_path) as (client, server):
-        assert client.post(url_of(server), json=BODY).status_code == status
-    records = recorded(tmp_path)
-    assert ends(records) == [("failed", "http_error")] and only(records, "end")["http_status"] == status
-
-
-def test_a_loop_of_redirects_is_one_failed_request(tmp_path: Path, recorded: Recorded) -> None:
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.json(307, {}, {"location": "/again/completions"})
-
-    with observed(script, tmp_path) as (client, server), pytest.raises(httpx.TooManyRedirects):
-        client.post(url_of(server), json=BODY, follow_redirects=True)
-    records = recorded(tmp_path)
-    assert len(server.asked) == 21  # httpx follows twenty
-    assert len(records["begin"]) == 1 and ends(records) == [("failed", "http_error")]
-
-
-def test_a_request_that_is_sent_again_is_a_new_one_that_names_the_first(tmp_path: Path, recorded: Recorded) -> None:
-    """A retrying transport around ours, or an auth flow, sends the same httpx.Request twice."""
-
-    async def script(asked: Asked, reply: Reply) -> None:
-        if asked.number == 0:
-            await reply.json(503, {})
-        else:
-            await tokens(1)(asked, reply)
-
-    with observed(script, tmp_path) as (client, server):
-        request = client.build_request("POST", url_of(server), json=BODY)
-        assert [client.send(request).status_code for _ in range(2)] == [503, 200]
-    first, second = recorded(tmp_path)["begin"]
-    assert second["retry_of"] == first["request_id"] != second["request_id"]
-    assert is_request_id(second["request_id"])
-    assert server.asked[1].headers["x-sloscope-request-id"] == second["request_id"]
-    assert server.asked[1].headers["x-sloscope-retry-of"] == first["request_id"]
-
-
-# --- fork -------------------------------------------------------------------------------------------------------
-
-
-def test_a_child_says_nothing_of_the_streams_that_it_inherited(tmp_path: Path, recorded: Recorded) -> None:
-    release = threading.Event()
-
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.stream()
-        await reply.text()
-        while not release.is_set():
-            await asyncio.sleep(0.01)
-        await reply.finish(usage=1)
-
-    with (
-        observed(script, tmp_path) as (client, server),
-        client.stream("POST", url_of(server), json=BODY) as response,
-    ):
-        lines = response.iter_lines()
-        next(lines)
-        child = os.fork()
-        if child == 0:
-            # As a worker that its server forked: drops what it has, and ends by its own exit.
-            try:
-                signal.alarm(20)
-                del lines, response
-                gc.collect()
-                client._transport._observer.log.tick(time.monotonic_ns())  # type: ignore[attr-defined]
-                client._transport._observer.close()  # type: ignore[attr-defined]
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        release.set()
-        list(lines)
-    records = recorded(tmp_path)
-    assert ends(records) == [("completed", "")] and receipts(records) == 1
-
-
-def test_a_child_of_a_process_that_was_just_writing_does_not_hang(tmp_path: Path, recorded: Recorded) -> None:
-    with observed(tokens(1), tmp_path) as (client, server):
-        transport: Any = client._transport
-        with transport._observer.log._lock:  # as another thread may, in the moment of the fork
-            child = os.fork()
-            if child == 0:
-                try:
-                    signal.alarm(20)
-                    with httpx.Client(transport=transport) as own:
-                        own.post(url_of(server), json=BODY)
-                    os._exit(transport.observer_errors)
-                finally:
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0
-        client.post(url_of(server), json=BODY)
-    assert ends(recorded(tmp_path)) == [("completed", "")] * 2
-
-
-# --- a disk that fails ------------------------------------------------------------------------------------------
-
-
-def test_a_directory_removed_in_mid_stream_breaks_nothing_and_later_records_are_kept(
-    tmp_path: Path, recorded: Recorded
-) -> None:
-    events = tmp_path / "events"
-    with SseServer(tokens(3, gap_s=0.05)) as server:
-        transport = ReceiptTransport(events, CONTRACT)
-        with httpx.Client(transport=transport) as client:
-            with client.stream("POST", url_of(server), json=BODY) as response:
-                lines = response.iter_lines()
-                next(lines)
-                shutil.rmtree(events)
-                assert "[DONE]" in "".join(lines)
-            assert client.post(url_of(server), json=BODY).status_code == 200
-    assert transport.observer_errors > 0 and "deleted" in transport.last_error
-    assert ends(recorded(events))[-1] == ("completed", "")
-
-
-def test_a_directory_that_became_a_file_breaks_nothing_and_every_loss_is_counted(tmp_path: Path) -> None:
-    events = tmp_path / "events"
-    with SseServer(tokens(3)) as server:
-        transport = ReceiptTransport(events, CONTRACT)
-        shutil.rmtree(events)
-        events.write_text("no directory")
-        with httpx.Client(transport=transport) as client:
-            assert b"[DONE]" in client.post(url_of(server), json=BODY).content
-        assert transport.observer_errors >= 3 and transport.last_error  # begin, chunks, end
-        lost = transport.observer_errors
-        # Nor when the transport has to open its journal anew.
-        with httpx.Client(transport=transport) as client:
-            assert b"[DONE]" in client.post(url_of(server), json=BODY).content
-        assert transport.observer_errors >= lost + 3
-
-
-def test_a_full_disk_breaks_nothing_and_every_loss_is_counted(tmp_path: Path, recorded: Recorded) -> None:
-    program = textwrap.dedent("""
-        import resource, sys, httpx
-        from sloscope.client import ReceiptTransport
-        transport = ReceiptTransport(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
-        with httpx.Client(transport=transport) as client:
-            for _ in range(20):
-                response = client.post(sys.argv[2], json={"model": "tiny", "prompt": "p", "stream": True})
-                assert b"[DONE]" in response.content
-        print(transport.observer_errors, transport.last_error)
-    """)
-    with SseServer(tokens(3)) as server:
-        run = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path), url_of(server)], capture_output=True, text=True
-        )
-    assert run.returncode == 0, run.stderr
-    lost, _, why = run.stdout.partition(" ")
-    (journal,) = tmp_path.rglob("*.jsonl")
-    kept = journal.read_bytes().count(b'"request_id"')
-    assert journal.stat().st_size <= 1500 and why.strip() in ("File too large", "short write")
-    assert kept > 0 and int(lost) >= 20 * 3 - kept  # begin, chunks and end of twenty requests; a cut line is a loss
-
-
-def test_gzip_that_is_none_is_a_bad_stream_and_no_disconnect_of_the_reader_whose_library_gave_up(
-    tmp_path: Path, recorded: Recorded
-) -> None:
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.head(200, {"content-type": "text/event-stream", "content-encoding": "gzip"})
-        await reply.body(events_of(2))
-        await reply.over()
-
-    with observed(script, tmp_path) as (client, server), pytest.raises(httpx.DecodingError):
-        client.post(url_of(server), json=BODY)
-    assert ends(recorded(tmp_path)) == [("failed", "bad_stream")]

@@ -1,0 +1,62 @@
+"""What the tests of the transports share: clients that are observed, and what is read from their records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sloscope import contract as contracts
+from sloscope.client import AsyncReceiptTransport, ReceiptTransport
+from tests.client.conftest import Records
+from tests.client.sse_server import Script, SseServer, tokens
+
+MS = 1_000_000
+Recorded = Callable[[Path], Records]
+CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
+BODY: dict[str, Any] = {"model": "tiny", "prompt": "p", "stream": True}
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
+ENDLESS = tokens(1000, gap_s=0.01)
+
+
+def only(records: Records, kind: str) -> dict[str, Any]:
+    assert len(records[kind]) == 1, records[kind]
+    return records[kind][0]
+
+
+def ends(records: Records) -> list[tuple[str, str]]:
+    return [(end["outcome"], end["reason"]) for end in records["end"]]
+
+
+def receipts(records: Records) -> int:
+    return sum(len(batch["t_ns"]) for batch in records["chunks"])
+
+
+def url_of(server: SseServer) -> str:
+    return f"{server.url}/v1/completions"
+
+
+@contextmanager
+def observed(script: Script, events: Path, errors: int = 0, **options: Any) -> Iterator[tuple[httpx.Client, SseServer]]:
+    with SseServer(script) as server:
+        transport = ReceiptTransport(events, CONTRACT, **options)
+        with httpx.Client(transport=transport) as client:
+            yield client, server
+        assert transport.observer_errors == errors, transport.last_error
+
+
+def run_async(
+    script: Script, events: Path, use: Callable[[httpx.AsyncClient, str], Any], errors: int = 0, **options: Any
+) -> None:
+    async def main(server: SseServer) -> None:
+        transport = AsyncReceiptTransport(events, CONTRACT, **options)
+        async with httpx.AsyncClient(transport=transport) as client:
+            await use(client, url_of(server))
+        assert transport.observer_errors == errors, transport.last_error
+
+    with SseServer(script) as server:
+        asyncio.run(main(server))
