@@ -152,7 +152,16 @@ def create_app(plane: ControlPlane) -> FastAPI:
 
     @app.post("/v1/receipts")
     async def receipts(request: Request) -> Response:
-        return _take_receipts(plane, await _body(request))
+        sender = request.client.host if request.client is not None else ""
+        if wait_s := plane.receipts.rate.wait_s(sender):
+            plane.receipts.refused_by_rate()
+            answer = _error(
+                429, f"receipts: {sender} reports more than this sidecar takes; accepted again in {wait_s} s"
+            )
+            answer.headers["retry-after"] = str(wait_s)
+            return answer
+        body = await _body(request)
+        return _take_receipts(plane, sender, body)
 
     @app.get("/api/contract")
     async def contract() -> Response:
@@ -190,7 +199,8 @@ async def _body(request: Request) -> bytes:
     return b"".join(pieces)
 
 
-def _take_receipts(plane: ControlPlane, body: bytes) -> Response:
+def _take_receipts(plane: ControlPlane, sender: str, body: bytes) -> Response:
+    plane.receipts.rate.took(sender, 1, len(body))
     try:
         sent = orjson.loads(body)
     except ValueError:
@@ -201,6 +211,7 @@ def _take_receipts(plane: ControlPlane, body: bytes) -> Response:
             return _error(400, f'body: accepted: a receipt or {{"receipts": [1 to {MAX_BATCH} of them]}}')
     else:
         batch = [sent]
+    plane.receipts.rate.took(sender, len(batch) - 1)
     rejected: list[dict[str, object]] = []
     for index, receipt in enumerate(batch):
         try:

@@ -16,6 +16,7 @@ from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id
 from sloscope.journal import JournalWriter
 from sloscope.records import OUTCOMES, OUTPUT_TYPES, Record
+from sloscope.units import NS_PER_S
 
 MAX_BATCH = 1000
 MAX_BYTES = 4 << 20
@@ -28,7 +29,7 @@ _MAX_LABELS = 32
 _MAX_LABEL_TEXT = 256  # characters: a label is a name, and no place for what was said
 _OWN_LIMITS = tuple(f"{name}_ns" for name in LIMIT_NAMES)
 _REJECTED = "sloscope_receipts_rejected_total"
-CAUSES = ("duplicate", "malformed", "outcome", "request_id", "stamps", "too_large", "unknown_class")
+CAUSES = ("duplicate", "malformed", "outcome", "rate", "request_id", "stamps", "too_large", "unknown_class")
 _LATE = ("request_id", "attempt", "outcome", "reason", "observer")
 _FIELDS = (
     *_LATE, "clock_id", "send_ns", "intended_ns", "t_ns", "choice", "type", "tokens", "finish_reason", "end_ns",
@@ -36,6 +37,35 @@ _FIELDS = (
     "max_tokens", "consumer_hold_ns", "loop_lag_max_ns", "http_status", "bytes", "labels", "recorded", "own_limits",
     "external_id", "retry_of", "anchor",
 )  # fmt: skip
+
+
+_RECEIPT_NS = 1_000_000  # one address may report 1000 receipts a second …
+_BURST_NS = 20_000 * _RECEIPT_NS  # … after as many as a replay keeps while the control plane does not answer
+_BYTES_PER_RECEIPT = 2048  # so many more cost the time of another one
+_MAX_SENDERS = 10_000
+
+
+class ReceiptRate:
+    """Keeps one sender from taking all the time of the control plane. Who is within the rate may send a whole batch;
+    what that was too much is waited for.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._paid_until_ns: OrderedDict[str, int] = OrderedDict()  # by address, the latest last
+
+    def wait_s(self, sender: str) -> int:
+        """Whole seconds until this sender may report again; 0: it may now."""
+        over = self._paid_until_ns.get(sender, 0) - self._clock.monotonic_ns() - _BURST_NS
+        return -(-over // NS_PER_S) if over > 0 else 0
+
+    def took(self, sender: str, receipts: int, size: int = 0) -> None:
+        """`size`: bytes of their body."""
+        cost = (receipts + size // _BYTES_PER_RECEIPT) * _RECEIPT_NS
+        paid = max(self._paid_until_ns.pop(sender, 0), self._clock.monotonic_ns())
+        self._paid_until_ns[sender] = paid + cost
+        if len(self._paid_until_ns) > _MAX_SENDERS:
+            self._paid_until_ns.popitem(last=False)
 
 
 class ReceiptError(SloscopeError):
@@ -60,6 +90,7 @@ class Receipts:
         self._open_writer = open_writer
         self._writer: JournalWriter | None = None
         self._seen: OrderedDict[tuple[str, int, bool], None] = OrderedDict()
+        self.rate = ReceiptRate(clock)
         self.lost = 0
         for cause in CAUSES:
             store.init(_REJECTED, (cause,))
@@ -71,6 +102,10 @@ class Receipts:
         except ReceiptError as error:
             self._store.inc(_REJECTED, 1, (error.cause,))
             raise
+
+    def refused_by_rate(self) -> None:
+        """One report, read no further."""
+        self._store.inc(_REJECTED, 1, ("rate",))
 
     def _take(self, receipt: object) -> None:
         if not isinstance(receipt, dict):

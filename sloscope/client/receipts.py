@@ -75,7 +75,7 @@ class ReceiptPoster:
         return batch
 
     async def _post_waiting(self) -> None:
-        """Stops at a control plane that does not answer; what still waits is tried a second later."""
+        """Stops at a control plane that does not answer or has had enough; what still waits is tried a second later."""
         while self._waiting:
             batch = self._take_batch()
             try:
@@ -90,6 +90,10 @@ class ReceiptPoster:
             except (OSError, TimeoutError) as error:
                 self.failed += len(batch)
                 self.last_error = str(error) or type(error).__name__
+                return
+            if reply.status == 429:
+                self._waiting[:0] = batch
+                self.last_error = "status 429"
                 return
             self._count_refused(reply, len(batch))
 

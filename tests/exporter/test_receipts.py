@@ -253,6 +253,45 @@ def test_a_reason_that_comes_late_completes_the_sidecars_record(tmp_path: Path) 
     assert (late["kind"], late["observer"], late["reason"]) == ("late", "sidecar", "voluntary")
 
 
+def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_path: Path) -> None:
+    rate = 1000  # receipts a second, after a burst of 20,000
+    refused = {"receipts": [{}] * MAX_BATCH}  # a refusal costs time, too
+    size = len(json.dumps(refused, separators=(",", ":"))) // 2048  # which bytes add: 3014 // 2048 = 1
+
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        clock = plane.receipts._clock
+        assert isinstance(clock, FakeClock)
+        for _ in range(20):
+            assert (await client.post("/v1/receipts", json=refused)).status_code == 400
+        # 20 * (1000 + 1) = 20,020: 20 above the burst, paid for in 20 ms.
+        over = 20 * (MAX_BATCH + size) - 20 * rate
+        assert over == 20
+        answer = await client.post("/v1/receipts", json=receipt())
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert (
+            answer.json()["error"] == "receipts: 127.0.0.1 reports more than this sidecar takes; accepted again in 1 s"
+        )
+        assert total(plane.store, "sloscope_receipts_rejected_total", cause="rate") == 1
+        elsewhere = httpx.ASGITransport(create_app(plane), client=("10.0.0.2", 1))
+        async with httpx.AsyncClient(transport=elsewhere, base_url="http://control") as other:
+            assert (await other.post("/v1/receipts", json=receipt())).status_code == 200
+        assert (await client.get("/metrics")).status_code == 200
+        clock.advance(20 * MS)
+        assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
+
+    with_app(tmp_path, test)
+
+
+def test_a_long_body_is_paid_for_by_its_bytes(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        long = b" " * (4 << 20)  # 4 MiB: as much as 2048 receipts, and one
+        statuses = [(await client.post("/v1/receipts", content=long)).status_code for _ in range(11)]
+        # 9 * 2049 = 18,441 are within the burst of 20,000, the tenth is not and is taken, the eleventh has to wait.
+        assert statuses == [400] * 10 + [429]
+
+    with_app(tmp_path, test)
+
+
 def test_a_token_is_asked_for_everywhere_but_at_the_health_check(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
         assert (await client.get("/health")).status_code == 200

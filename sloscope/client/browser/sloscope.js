@@ -429,7 +429,7 @@ class Reporter {
       counted.rejected += answer.rejected.length;
       counted.lastError = answer.rejected.at(-1)?.error ?? counted.lastError;
       this._failures = 0;
-    } else if (status >= 400 && status < 500) {
+    } else if (status >= 400 && status < 500 && status !== 429) {
       this._lose(batch.length, answer?.error ?? `status ${status}`);
     } else {
       this._waiting.unshift(...batch);
