@@ -156,7 +156,7 @@ class Attempt:
 
     def progressed(self, events: int) -> None:
         """So many output events came in all."""
-        if events > self.events:
+        if events > self.events and not self.over:
             self.pool.progress(self.work, events - self.events)
             self.events = events
 

@@ -279,7 +279,7 @@ class Exchange:
             return
         if self._observation is not None:
             self.observe(self._observation.response_started, *said)
-        self._forward_body(attempt, rest, now, self._encode_head(attempt))
+        self.body_received(attempt, rest, now, self._encode_head(attempt))
 
     def _encode_head(self, attempt: Attempt) -> bytes:
         response = attempt.response
@@ -306,14 +306,12 @@ class Exchange:
             self.download_paused()
         return head
 
-    def body_received(self, attempt: Attempt, data: bytes, now: int) -> None:
-        if self._leader is attempt:
-            self._forward_body(attempt, data, now, b"")
-        else:
+    def body_received(self, attempt: Attempt, data: bytes, now: int, head: bytes = b"") -> None:
+        """`head`: of the response, to go out with it."""
+        if self._leader is not attempt:
             assert self._contest is not None
             self._contest.body_received(attempt, data, now)
-
-    def _forward_body(self, attempt: Attempt, data: bytes, now: int, head: bytes) -> None:
+            return
         body = attempt.body
         assert body is not None
         try:
@@ -333,20 +331,22 @@ class Exchange:
         if self._observation is not None and payload:
             added_ns = self.plane.clock.monotonic_ns() - now
             self.observe(self._observation.received, payload, now, forwarded_ns, added_ns)
-            self._progress(attempt, now)
+            if self._awaits_output:
+                self._time_output(attempt, now)
         if body.complete and not self.over:
             self._response_complete(clean=used == len(data))
 
-    def _progress(self, attempt: Attempt, now: int) -> None:
-        assert self._observation is not None
-        events = self._observation.events
-        if events == attempt.events:
-            return
-        attempt.progressed(events)
-        if self._awaits_output:
+    def _time_output(self, attempt: Attempt, now: int) -> None:
+        assert self._observation is not None and self.plane.hedges is not None
+        if self._observation.events:
             self._awaits_output = False
-            if attempt.number == 0 and self.plane.hedges is not None:
+            if attempt.number == 0:
                 self.plane.hedges.took(now - self._whole_ns, now)
+
+    def note_progress(self) -> None:
+        """The upstream has less to do by what came."""
+        if self._leader is not None and self._observation is not None:
+            self._leader.progressed(self._observation.events)
 
     def _filtered(self, payload: bytes, complete: bool) -> bytes:
         """The payload without what the client did not ask for, in the framing that it was promised."""
@@ -379,7 +379,8 @@ class Exchange:
         self._client.transport.write(head + out)
         added_ns = self.plane.clock.monotonic_ns() - now
         self.observe(observation.released, now, forwarded_ns, added_ns)
-        self._progress(attempt, now)
+        if self._awaits_output:
+            self._time_output(attempt, now)
         if body.complete and not self.over:
             self._response_complete(attempt.is_clean)
 
