@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks import hedging
+from sloscope.demo.processes import Stage, ask
+from tests.end_to_end.support import start_server, start_sidecar
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,3 +30,31 @@ def test_with_a_slow_server_hedging_answers_from_another_within_its_share(tmp_pa
     assert on["waste_prompt"] > 0
     # Where a step takes half a second more, a first token takes at least that.
     assert off["ttft_max_ms"] > 500
+
+
+def test_the_questions_follow_the_engine_that_answered(tmp_path: Path) -> None:
+    """Both servers and the sidecar share a directory. The slow one is asked first and last."""
+    events = tmp_path / "events"
+    goodput = "ttft:5000 itl_max:5000"
+    with Stage(tmp_path) as stage:
+        slow, quick = (start_server(stage, events, "--allow-faults", name=name) for name in ("slow", "quick"))
+        options = ("--upstream", quick, "--hedge-after", "100ms", "--hedge-max-share", "1", "--balance", "requests")
+        proxy, _, _ = start_sidecar(stage, slow, events, *options, "--sql-every", "off", goodput=goodput)
+        asked = {"model": "builtin", "prompt": "the tree", "max_tokens": 6, "stream": True}
+        with hedging.kept_slow(slow, "builtin", "slow=600ms"):
+            for _ in range(8):
+                httpx.post(f"{proxy}/v1/completions", json=asked, timeout=60).raise_for_status()
+
+    def rows(*asked: str) -> list[dict[str, object]]:
+        shown = ("--events", str(events), "--goodput", goodput, "--observer", "sidecar", "--format", "json")
+        found: list[dict[str, object]] = json.loads(ask(*asked, *shown))
+        return found
+
+    won = [each for each in hedging.records(events, "sidecar") if each["kind"] == "end" and each.get("attempt") == 1]
+    assert len([each for each in won if each["outcome"] == "completed"]) >= 2  # every second one began at the slow one
+    sql = "select sidecar_outcome, sidecar_alignment, engine_outcome from requests where sidecar_observed"
+    seen = [tuple(row.values()) for row in rows("sql", sql)]
+    assert seen == [("completed", "ordinal", "completed")] * 8
+    budget = {row["link"]: row for row in rows("query", "ttft_budget")}
+    assert budget["prefill"]["n"] == 8
+    assert {link: row["negative"] for link, row in budget.items() if row["negative"]} == {}
