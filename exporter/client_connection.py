@@ -30,7 +30,7 @@ class ClientConnection(asyncio.Protocol):
         self.exchange: Exchange | None = None
         self.must_close = False  # after this response
         self.is_held = False  # the client does not read
-        self.since_ns = plane.clock.monotonic_ns()  # idle, or with an incomplete head
+        self.since_ns = plane.clock.monotonic_ns()  # idle, with an incomplete head or body, or closing
         self._buffer = b""
         self._searched = 0  # bytes of the buffer in which no head ends
         self._arrived_ns = 0  # of the first byte in the buffer
@@ -45,6 +45,16 @@ class ClientConnection(asyncio.Protocol):
     @property
     def is_in_head(self) -> bool:
         return bool(self._buffer)
+
+    @property
+    def is_closing(self) -> bool:
+        """What it is still to be sent goes out first."""
+        return self.transport.is_closing()
+
+    @property
+    def owes_body(self) -> bool:
+        """The rest of a request is waited for, and would be read."""
+        return self._reading and self.exchange is not None and not self.exchange.request_complete
 
     # --- callbacks of the transport
 
@@ -61,6 +71,7 @@ class ClientConnection(asyncio.Protocol):
         now = self._plane.clock.monotonic_ns()
         exchange = self.exchange
         if exchange is not None and not exchange.request_complete:
+            self.since_ns = now
             data = self._feed_body(exchange, data, now)
             if not data:
                 return
@@ -180,7 +191,9 @@ class ClientConnection(asyncio.Protocol):
     def close(self) -> None:
         self.exchange = None
         self._discarding = True
-        self.transport.close()
+        if not self.transport.is_closing():
+            self.since_ns = self._plane.clock.monotonic_ns()
+            self.transport.close()
 
     def abort(self) -> None:
         self.exchange = None
@@ -209,4 +222,5 @@ class ClientConnection(asyncio.Protocol):
     def resume_reading(self) -> None:
         if not self._reading and not self.transport.is_closing():
             self._reading = True
+            self.since_ns = self._plane.clock.monotonic_ns()
             self.transport.resume_reading()

@@ -18,6 +18,7 @@ import orjson
 import uvloop
 
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
+from exporter.framing import MessageError
 from exporter.hedging import Hedges, parse_hedge_after
 from exporter.observation import PROBLEMS, Observation, Watch
 from exporter.settings import Settings, parse_upstream, tls_context
@@ -107,8 +108,13 @@ class DataPlane:
         for client in list(self.clients):
             if client.exchange is None:
                 patience = HEAD_TIMEOUT_NS if client.is_in_head else IDLE_TIMEOUT_NS
-                if self.draining or now - client.since_ns > patience:
+                is_over = now - client.since_ns > patience
+                if is_over and client.is_closing:
+                    client.abort()  # it does not read the rest of its answer
+                elif self.draining or is_over:
                     client.close()
+            elif client.owes_body and now - client.since_ns > IDLE_TIMEOUT_NS:
+                client.exchange.refuse(MessageError(408, "request body: the rest of it does not come"))
             else:
                 client.look_for_end()
 
@@ -166,7 +172,7 @@ class DataPlane:
         for client in list(self.clients):
             if client.exchange is None and not client.is_in_head:
                 client.close()
-        return any(client.exchange is not None for client in self.clients)
+        return any(client.exchange is not None or client.is_closing for client in self.clients)
 
 
 class MetricsConnection(asyncio.Protocol):
