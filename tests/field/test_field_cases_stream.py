@@ -19,6 +19,7 @@ from sloscope.client import AsyncReceiptTransport
 from sloscope.contract import from_shorthand
 from sloscope.definitions import Summary, event_gaps_ns, judge, nearest_rank, token_gaps_ns, tpot_s
 from sloscope.demo.processes import ask
+from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.stream_record import StreamRecord
 from tests.client.sse_server import SseServer, tokens
 
@@ -209,6 +210,10 @@ def test_the_page_shows_one_stream_under_the_definitions_of_several_tools_and_of
 # --- the observer's own lateness --------------------------------------------------------------------------------
 
 
+def recorded_ends(events: Path) -> list[dict[str, Any]]:
+    return [record for path in journal_files(events) for record in read_journal(Tail(path)) if record["kind"] == "end"]
+
+
 def test_the_share_of_requests_that_a_late_loop_touched_is_one_line_of_sql(tmp_path: Path) -> None:
     shown = re.search(r'sloscope sql "(.+?loop_lag.+?)"', PAGE.read_text(encoding="utf-8"))
     assert shown is not None
@@ -225,4 +230,8 @@ def test_the_share_of_requests_that_a_late_loop_touched_is_one_line_of_sql(tmp_p
     with SseServer(tokens(5, gap_s=0.03)) as server:
         asyncio.run(ask_four(f"{server.url}/v1/completions"))
     (row,) = json.loads(ask("sql", shown[1], "--events", str(tmp_path), "--format", "json"))
-    assert row == {"late": 1, "watched": 4, "share": 0.25}
+    lags = [end["loop_lag_max_ns"] for end in recorded_ends(tmp_path)]
+    # The first for certain; a busy machine may have held up another.
+    late = sum(lag > 100 * MS for lag in lags)
+    assert len(lags) == 4 and late >= 1 and lags[0] >= 200 * MS
+    assert row == {"late": late, "watched": 4, "share": late / 4}
