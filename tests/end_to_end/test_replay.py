@@ -131,10 +131,10 @@ def states(journal: list[Record]) -> dict[str, set[str]]:
 
 def test_a_slow_reader_pauses_its_own_sequence_in_the_engine(tmp_path: Path) -> None:
     trace = tmp_path / "long.jsonl"
-    trace.write_text("".join(f'{{"at_s": 0.{n}, "prompt_tokens": 20, "output_tokens": 600}}\n' for n in range(6)))
+    trace.write_text("".join(f'{{"at_s": 0.{n}, "prompt_tokens": 20, "output_tokens": 250}}\n' for n in range(6)))
     served = Served(tmp_path, "--max-undelivered", "32", "--send-buffer", "4096")
     try:
-        row = replay(served, str(trace), "--slow-readers", "0.5", "--read-pause", "300ms", "--seed", "2")
+        row = replay(served, str(trace), "--slow-readers", "0.5", "--read-pause", "1s", "--seed", "2")
     finally:
         served.stop()
     assert row["completed"] == 6 and 0 < row["slow_readers"] < 6
@@ -143,10 +143,15 @@ def test_a_slow_reader_pauses_its_own_sequence_in_the_engine(tmp_path: Path) -> 
     paused = {request_id for request_id, seen in states(journal).items() if "PAUSED" in seen}
     assert len(slow) == row["slow_readers"] and slow <= paused
     holds = {r["request_id"]: r["consumer_hold_ns"] for r in journal if r["kind"] == "end" and "consumer_hold_ns" in r}
-    assert set(holds) == slow and min(holds.values()) > 300_000_000
-    # Held back for long, and it was neither the engine nor the delivery.
-    told = json.loads(ask("query", "request_diagnosis", "--events", str(served.events), "--format", "json"))
-    assert {each["verdict"] for each in told if each["request_id"] in slow} == {"client_late"}
+    assert set(holds) == slow and min(holds.values()) > 1_000_000_000
+    # They waited for long, and it was neither the engine nor the delivery: but for what a busy machine added.
+    told = json.loads(ask("query", "holds", "--events", str(served.events), "--format", "json"))
+    excess_s: Counter[str] = Counter()
+    for each in told:
+        if each["request_id"] in slow:
+            excess_s[each["verdict"]] += each["excess_s"]
+    print(dict(excess_s))
+    assert excess_s["client_late"] >= 0.8 * excess_s.total() > 0
 
 
 def test_two_processes_offer_the_load_of_one_and_every_record_joins(tmp_path: Path) -> None:
