@@ -183,7 +183,8 @@ def main(arguments: list[str] | None = None) -> int:
             sidecars = start_sidecars(stage, asked, folder, servers)
             with kept_slow(servers[-1], asked.model, f"slow={asked.slow}"):
                 for number in range(asked.rounds):
-                    for sidecar in sidecars:
+                    first = number % len(sidecars)  # who begins changes, too
+                    for sidecar in (*sidecars[first:], *sidecars[:first]):
                         replay(trace, sidecar.url, sidecar.events, asked.seed + number)
                 rows = [row_of(sidecar, servers, engines) for sidecar in sidecars]
     title = f"{SERVERS} servers, one with steps {asked.slow} longer; {asked.rate:g} requests/s, {asked.rounds} rounds"
