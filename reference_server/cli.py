@@ -21,7 +21,6 @@ from reference_server.front_end import DEFAULT_MAX_TOKENS, FrontEnd
 from reference_server.model_store import resolve_model
 from reference_server.orders import ORDERS
 from sloscope import contract as contracts
-from sloscope.client import contract_file
 from sloscope.clock import SystemClock
 from sloscope.contract import Contract
 from sloscope.errors import ConfigError
@@ -210,8 +209,6 @@ def serve(
     if unknown := set(policies.lanes) - set(promised.classes if promised else policies.lanes):
         known = ", ".join(promised.classes) if promised else ""
         raise ConfigError(f"--lanes: class {sorted(unknown)[0]!r} is not in the contract; accepted: {known}")
-    if events is not None and promised is not None:
-        contract_file.keep(promised, contract, events)  # questions judge by what was promised
     # Listening starts when the engine is ready; the address is taken before anything else is started.
     sock = _bind(listen, send_buffer)
     clock = SystemClock()

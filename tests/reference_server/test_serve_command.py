@@ -175,14 +175,6 @@ def test_no_note_without_cause() -> None:
     assert not list(notes_on(PolicyChoice(order="vtc", tenant_weights={"gold": 2}, quantum=5), None))
 
 
-def test_the_contract_is_left_beside_the_events_and_another_one_is_refused_there(tmp_path: Path) -> None:
-    served = Served(tmp_path, "--goodput", "ttft:300")
-    assert served.stop() == 0
-    assert contracts.load(served.events / "contract.toml").hash == contracts.from_shorthand("ttft:300").hash
-    code, lines = serve("--events", str(served.events), "--goodput", "ttft:200")
-    assert code == 2 and len(lines) == 1 and "another --events directory" in lines[0], lines
-
-
 def test_what_runs_beyond_the_drain_limit_gets_an_error_in_its_stream(tmp_path: Path) -> None:
     served = Served(tmp_path, "--drain", "100ms")
     request_id = new_request_id()
