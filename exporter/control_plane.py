@@ -19,6 +19,7 @@ import orjson
 import uvicorn
 import uvloop
 from fastapi import FastAPI, HTTPException, Request, Response
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
 from exporter.engine_metrics import EngineMetrics
@@ -191,11 +192,15 @@ async def _body(request: Request) -> bytes:
     """The body, read no further than a receipt batch may be long."""
     pieces: list[bytes] = []
     size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > MAX_BYTES:
-            raise HTTPException(413, f"body: accepted: at most {MAX_BYTES} bytes")
-        pieces.append(piece)
+    try:
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_BYTES:
+                raise HTTPException(413, f"body: accepted: at most {MAX_BYTES} bytes")
+            pieces.append(piece)
+    except ClientDisconnect:
+        # Nobody reads this, and nobody is to read a traceback for each page that was closed too early.
+        raise HTTPException(400, "body: its sender left before its end") from None
     return b"".join(pieces)
 
 
