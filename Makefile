@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 MODEL ?= builtin-14m
 TRACE ?=
+FUZZ_SECONDS ?= 30
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo lab test histories check e2e gpu generate clean
+.PHONY: help setup demo lab test histories check e2e fuzz gpu generate clean
 
 help:  ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,8 +44,12 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 	$(BIN)/python -m queries.reference --check
 	$(MAKE) test
 
-e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus, nginx, chromium)
+e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus, nginx, chromium, faketime)
 	$(BIN)/python -m pytest -q -s -m e2e tests/end_to_end
+
+fuzz: $(STAMP)  ## Coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS per target (installs atheris)
+	$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check 'atheris>=3,<4'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
 gpu: $(STAMP)  ## On a machine with a CUDA device: its tests, then decode steps against the bytes that they must move
 	$(BIN)/python -m benchmarks.gpu_roofline

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -100,9 +101,12 @@ class Answer:
 
 
 def ask(
-    proxy: str, asked: dict[str, object] | None = None, *headers: str, patience_s: float = 15, upload: int = 0
+    proxy: str, asked: dict[str, object] | None = None, *headers: str, patience_s: float = 30, upload: int = 0
 ) -> Answer:
-    """One request on a connection of its own, read to its end. `upload`: a body of so many bytes that is no JSON."""
+    """One request on a connection of its own, read to its end. `upload`: a body of so many bytes that is no JSON.
+
+    A client that is out of patience resets its connection: a plain end would wait behind the bytes that it has to send.
+    """
     data = request(asked or {}, "connection: close", *headers)
     if upload:
         head = data.partition(b"\r\n\r\n")[0].replace(b"content-length: ", b"x-was: ")
@@ -119,10 +123,11 @@ def ask(
                 answer.raw += piece
         except TimeoutError:
             answer.how = "timeout"
-            sock.shutdown(socket.SHUT_RDWR)
         except ConnectionError:
             answer.how = "reset"
         sending.join()
+        if answer.how == "timeout":
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     answer.took_s = time.monotonic() - began
     return answer
 
