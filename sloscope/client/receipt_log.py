@@ -14,19 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from sloscope import records
+from sloscope.client.receipt_writer import BEGIN_PATIENCE_S, Writer, WriterThread
 from sloscope.client.recorder import RequestRecorder
 from sloscope.clock import Clock, SystemClock
 from sloscope.contract import Limits, Resolved
-from sloscope.errors import JournalError
-from sloscope.journal import JournalWriter
 
 # A batch is written when its first receipt is this old: with a tick every quarter second, or with batches spread over
 # half a second, within a second.
 BATCH_AGE_NS = 400_000_000
-_TICK_S = 0.25
 
 
 class ReceiptLog:
@@ -34,6 +30,8 @@ class ReceiptLog:
 
     `on_end` is called with each recorder that has ended. `lag_since` gives the largest delay of the event loop since
     a stamp, where a loop is watched. Writing never raises: what could not be written is counted in `lost`.
+
+    Who opens, ends and ticks also writes, until `start_thread` hands the writing to a thread.
 
     A log that was closed opens a new file for the next request. A forked child does the same; what was open at the
     fork is its parent's.
@@ -51,36 +49,36 @@ class ReceiptLog:
         self._events = None if events is None else Path(events).absolute()
         self._on_end = on_end
         self._lag_since = lag_since
-        self._lost_before = 0  # by journals that were closed, or could not be opened
-        self._error_before = ""
+        self._left_behind: list[Writer] = []  # by disks that did not answer when the log closed
         self._begin()
-        self._journal: JournalWriter | None = None if self._events is None else self._new_journal(self._events)
+        if self._writer is not None:
+            self._writer.open()
         _logs.add(self)
-
-    def _new_journal(self, events: Path) -> JournalWriter:
-        return JournalWriter(events, "client", self.clock, orjson.dumps)
 
     def _begin(self) -> None:
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: WriterThread | None = None
+        self._writer = None if self._events is None else Writer(self._events, self.clock)
         self._open: dict[int, RequestRecorder] = {}  # by identity
         # Recorders with receipts that are not written, oldest first; each stands here once.
         self._due: deque[RequestRecorder] = deque()
         self._abandoned: deque[tuple[RequestRecorder, int]] = deque()
 
+    def _writers(self) -> list[Writer]:
+        return [*self._left_behind, *([] if self._writer is None else [self._writer])]
+
     @property
     def lost(self) -> int:
         """Records that could not be written."""
-        return self._lost_before + (0 if self._journal is None else self._journal.lost)
+        return sum(writer.lost for writer in self._writers())
 
     @property
     def last_error(self) -> str:
-        return (self._journal.last_error if self._journal is not None else "") or self._error_before
+        return next((writer.last_error for writer in reversed(self._writers()) if writer.last_error), "")
 
     @property
     def path(self) -> Path | None:
-        return None if self._journal is None else self._journal.path
+        return None if self._writer is None else self._writer.path
 
     def open(
         self,
@@ -94,7 +92,8 @@ class ReceiptLog:
         lag_since: Callable[[int], int] | None = None,
         **fields: Any,
     ) -> RequestRecorder:
-        """Records the begin, which is on disk when this returns. `fields` are those of a `begin` record.
+        """Records the begin, which is on disk when this returns; where a thread writes, nobody waits for a disk for
+        longer than 5 ms. `fields` are those of a `begin` record.
 
         `streaming` and `n_choices` None: the request could not be read. `lag_since`: of the loop that this request is
         read in, if it is another than the log's.
@@ -116,8 +115,7 @@ class ReceiptLog:
                 own_limits=dict(resolved.own) if resolved is not None and resolved.own else None,
                 **fields,
             )
-            with self._lock:
-                self._write([record])
+            self._write_begin(record)
         recorder = RequestRecorder(
             self,
             request_id,
@@ -131,24 +129,23 @@ class ReceiptLog:
         self._open[id(recorder)] = recorder
         return recorder
 
+    def _write_begin(self, record: records.Record) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._write([record])
+                return
+            written = threading.Lock()
+            written.acquire()
+            self._thread.put([record], written)
+        written.acquire(timeout=BEGIN_PATIENCE_S)
+
     def _write(self, batch: list[records.Record]) -> None:
         """In one write(2). The lock is held."""
-        if self._journal is None and not self._reopen():
-            self._lost_before += len(batch)
-            return
-        assert self._journal is not None
-        for record in batch:
-            self._journal.append(record)
-        self._journal.flush()
-
-    def _reopen(self) -> bool:
-        assert self._events is not None
-        try:
-            self._journal = self._new_journal(self._events)
-        except JournalError as error:
-            self._error_before = str(error)
-            return False
-        return True
+        assert self._writer is not None
+        if self._thread is not None:
+            self._thread.put(batch)
+        else:
+            self._writer.write(batch)
 
     @property
     def open_requests(self) -> int:
@@ -187,16 +184,15 @@ class ReceiptLog:
             if batch:
                 self._write(batch)
 
-    def start_ticking(self) -> None:
-        """Ticks in a thread of its own, for transports that have no loop. Stops at `close`."""
+    def start_thread(self) -> None:
+        """Writes and ticks in a thread of its own until `close`: for transports, whose callers must not wait for a disk
+        and have no loop that ticks.
+        """
         if self._thread is not None:
             return
         with self._lock:
             if self._thread is None:
-                # It must not keep alive a log that nobody else has.
-                given = (weakref.ref(self), self._stop)
-                self._thread = threading.Thread(target=_tick, args=given, name="sloscope-receipts", daemon=True)
-                self._thread.start()
+                self._thread = WriterThread(self._writer, _ticks_of(weakref.ref(self)))
 
     def end_open(self, end_ns: int, left: str) -> None:
         """Ends what is open: its reader is leaving."""
@@ -205,23 +201,23 @@ class ReceiptLog:
 
     def close(self) -> None:
         """Flushes and frees the journal file. Safe to call twice; open requests stay without an end."""
-        self._stop.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        self._free()
-        self._thread, self._stop = None, threading.Event()
+        self._put_rest()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            if self._writer is not None:
+                self._writer.close()
+            return
+        thread.finish()
+        if not thread.join() and self._events is not None and self._writer is not None:
+            # It goes on with what it has once its disk answers.
+            self._left_behind.append(self._writer)
+            self._writer = Writer(self._events, self.clock)
 
-    def _free(self) -> None:
+    def _put_rest(self) -> None:
         self.tick(self.clock.monotonic_ns())
         self.flush()
         self._disown()
-        with self._lock:
-            journal, self._journal = self._journal, None
-            if journal is not None:
-                journal.close()
-                self._lost_before += journal.lost
-                self._error_before = journal.last_error or self._error_before
 
     def _disown(self) -> None:
         for recorder in list(self._open.values()):
@@ -229,9 +225,14 @@ class ReceiptLog:
         self._open.clear()
 
     def __del__(self) -> None:
-        # Nobody else has it, so nobody holds its lock. The thread, whose locks are not ours, sees that it is gone.
-        if "_open" in vars(self):
-            self._free()
+        # Nobody else has it, so nobody holds its lock. For the thread a finaliser may not wait.
+        if "_abandoned" not in vars(self):
+            return
+        self._put_rest()
+        if self._thread is not None:
+            self._thread.finish()
+        elif self._writer is not None:
+            self._writer.close()
 
     def leave(self) -> None:
         """The process ends."""
@@ -241,8 +242,7 @@ class ReceiptLog:
     def forked(self) -> None:
         """In the child: files, threads and requests are the parent's."""
         self._disown()
-        self._lost_before = 0
-        self._journal = None
+        self._left_behind = []
         self._begin()
 
     def abandon(self, recorder: RequestRecorder, end_ns: int) -> None:
@@ -268,13 +268,17 @@ class ReceiptLog:
 _logs: weakref.WeakSet[ReceiptLog] = weakref.WeakSet()
 
 
-def _tick(log: weakref.ref[ReceiptLog], stop: threading.Event) -> None:
-    while not stop.wait(_TICK_S):
+def _ticks_of(log: weakref.ref[ReceiptLog]) -> Callable[[], bool]:
+    """Its thread must not keep alive a log that nobody else has."""
+
+    def tick() -> bool:
         living = log()
         if living is None:
-            return
+            return False
         living.tick(living.clock.monotonic_ns())
-        del living
+        return True
+
+    return tick
 
 
 def _forked() -> None:

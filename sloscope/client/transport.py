@@ -142,7 +142,7 @@ class _Observer:
         if retry_of is not None:
             headers[RETRY_HEADER] = retry_of
         _ask_for_what_we_can_read(headers)
-        self.log.start_ticking()
+        self.log.start_thread()
         probe: LagProbe | None = self.probes.here() if in_loop else None
         return self.log.open(
             request_id,

@@ -476,7 +476,7 @@ def test_whether_a_request_that_cannot_be_read_streams_is_unknown_and_its_events
 def test_a_journal_that_cannot_be_written_is_counted_and_the_answer_arrives(tmp_path: Path) -> None:
     with SseServer(tokens(3)) as server:
         transport = ReceiptTransport(tmp_path, CONTRACT)
-        transport._observer.log._journal.close()  # what a lost disk does: every write fails
+        transport._observer.log._writer._journal.close()  # what a lost disk does: every write fails
         with sync_client(server, transport) as client:
             pieces = list(client.chat.completions.create(**CHAT, stream=True))
         assert len(pieces) == 5  # three texts, finish, usage

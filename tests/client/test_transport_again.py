@@ -12,6 +12,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,10 @@ from tests.client.transport_use import (
     observed,
     only,
     receipts,
+    run_async,
     url_of,
 )
+from tests.waiting import until
 
 # --- one request and several sends --------------------------------------------------------------------------------
 
@@ -243,3 +247,51 @@ def test_a_full_disk_breaks_nothing_and_every_loss_is_counted(tmp_path: Path, re
     kept = journal.read_bytes().count(b'"request_id"')
     assert journal.stat().st_size <= 1500 and why.strip() in ("File too large", "short write")
     assert kept > 0 and int(lost) >= 20 * 3 - kept  # begin, chunks and end of twenty requests; a cut line is a loss
+
+
+@contextmanager
+def slow_disk(events: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every write to a file below takes so long, as on a disk that is busy with something else."""
+    write = os.write
+
+    def slow(fd: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(events)):
+            time.sleep(seconds)
+        return write(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", slow)
+        yield
+
+
+def test_a_disk_that_answers_late_holds_up_no_call_no_loop_and_loses_nothing(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took: list[float] = []
+
+    async def use(client: httpx.AsyncClient, url: str) -> None:
+        with slow_disk(tmp_path, 0.4, monkeypatch):
+            for _ in range(3):
+                begun = time.monotonic()
+                assert b"[DONE]" in (await client.post(url, json=BODY)).content
+                took.append(time.monotonic() - begun)
+
+    run_async(tokens(3, gap_s=0.02), tmp_path, use)
+    assert max(took) < 0.3, took  # 40 ms of the server's; one write alone takes 400
+    records = recorded(tmp_path)
+    assert ends(records) == [("completed", "")] * 3 and receipts(records) == 9
+    assert max(end["loop_lag_max_ns"] for end in records["end"]) < 300 * MS
+
+
+def test_a_client_that_closes_waits_two_seconds_for_a_disk_and_the_record_comes_after(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SseServer(tokens(1)) as server, slow_disk(tmp_path, 3.0, monkeypatch):
+        transport = ReceiptTransport(tmp_path, CONTRACT)
+        client = httpx.Client(transport=transport)
+        client.post(url_of(server), json=BODY)
+        begun = time.monotonic()
+        client.close()
+        assert 1.9 < time.monotonic() - begun < 2.9
+    until(lambda: ends(recorded(tmp_path)) == [("completed", "")], 15)
+    assert transport.observer_errors == 0, transport.last_error

@@ -471,7 +471,7 @@ def test_a_loop_that_was_busy_is_recorded_with_the_requests_that_it_delayed(tmp_
 
     run_async(tokens(5, gap_s=0.03), tmp_path, use)
     late, prompt = recorded(tmp_path)["end"]
-    assert 200 * MS <= late["loop_lag_max_ns"]
+    assert late["loop_lag_max_ns"] >= 200 * MS
     assert prompt["loop_lag_max_ns"] < late["loop_lag_max_ns"]
 
 

@@ -1,0 +1,131 @@
+"""Who writes a receipt log's records: the caller's own thread, or one that no disk can make the caller wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+
+from sloscope.clock import Clock
+from sloscope.errors import JournalError
+from sloscope.journal import JournalWriter
+from sloscope.records import Record
+
+BEGIN_PATIENCE_S = 0.005  # how long a request waits for its `begin` to be on disk
+_CLOSE_PATIENCE_S = 2.0  # how long a client that closes waits for a disk that does not answer
+_MAX_WAITING = 50_000  # batches; beyond, the disk does not follow and records are dropped
+_TICK_S = 0.25
+
+
+class Writer:
+    """A journal file of the observer `client`, opened anew where it could not be made. One thread at a time."""
+
+    def __init__(self, events: Path, clock: Clock) -> None:
+        self._events = events
+        self._clock = clock
+        self._lost = 0
+        self._last_error = ""
+        self._journal: JournalWriter | None = None
+
+    def open(self) -> JournalWriter:
+        """The file, which is opened if it is not. Raises JournalError for a directory that cannot be used."""
+        if self._journal is None:
+            self._journal = JournalWriter(self._events, "client", self._clock, orjson.dumps)
+        return self._journal
+
+    @property
+    def lost(self) -> int:
+        return self._lost + (0 if self._journal is None else self._journal.lost)
+
+    @property
+    def last_error(self) -> str:
+        return ("" if self._journal is None else self._journal.last_error) or self._last_error
+
+    @property
+    def path(self) -> Path | None:
+        return None if self._journal is None else self._journal.path
+
+    def write(self, batch: list[Record]) -> None:
+        """In one write(2)."""
+        try:
+            journal = self.open()
+        except JournalError as error:
+            self.give_up(batch, str(error))
+            return
+        for record in batch:
+            journal.append(record)
+        journal.flush()
+
+    def give_up(self, batch: list[Record], why: str) -> None:
+        self._lost += len(batch)
+        self._last_error = why
+
+    def close(self) -> None:
+        """Frees the file; the next write opens another."""
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close()
+            self._lost += journal.lost
+            self._last_error = journal.last_error or self._last_error
+
+
+class WriterThread:
+    """Writes in a thread of its own, in the order in which it was given. Nobody waits for it without a limit."""
+
+    def __init__(self, writer: Writer | None, tick: Callable[[], bool]) -> None:
+        """`tick` is called every quarter second; the thread ends when it says no. None: there is nothing to write."""
+        self._writer = writer
+        self._tick = tick
+        # Its put is reentrant, so that a finaliser may put something in.
+        self._queue: queue.SimpleQueue[tuple[list[Record], threading.Lock | None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sloscope-receipts", daemon=True)
+        self._thread.start()
+
+    def put(self, batch: list[Record], written: threading.Lock | None = None) -> None:
+        """`written` is released when the batch is on disk, or was given up."""
+        assert self._writer is not None
+        if self._queue.qsize() < _MAX_WAITING:
+            self._queue.put((batch, written))
+            return
+        self._writer.give_up(batch, "the disk does not follow")
+        if written is not None:
+            written.release()
+
+    def finish(self) -> None:
+        """Closes the file after what was put in before."""
+        self._queue.put(None)
+
+    def join(self) -> bool:
+        """Whether it has finished: a disk may take longer than anybody wants to wait."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_PATIENCE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        tick_at = time.monotonic() + _TICK_S
+        while True:
+            try:
+                item = self._queue.get(timeout=max(0.0, tick_at - time.monotonic()))
+            except queue.Empty:
+                tick_at = time.monotonic() + _TICK_S
+                if self._tick():
+                    continue
+                item = None
+            if item is None:
+                break
+            self._write(*item)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, batch: list[Record], written: threading.Lock | None) -> None:
+        assert self._writer is not None
+        try:
+            self._writer.write(batch)
+        except Exception as error:  # no fault of the journal may end the thread that requests wait for
+            self._writer.give_up(batch, f"{type(error).__name__}: {error}")
+        if written is not None:
+            written.release()
