@@ -19,7 +19,7 @@ import uvloop
 
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
 from exporter.framing import MessageError
-from exporter.hedging import Hedges, parse_hedge_after
+from exporter.hedging import Hedges, init_series, parse_hedge_after
 from exporter.observation import PROBLEMS, Observation, Watch
 from exporter.settings import Settings, parse_upstream, tls_context
 from exporter.upstream import Pool, Upstreams
@@ -50,6 +50,7 @@ class DataPlane:
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
         pools = [Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams]
         self.upstreams = Upstreams(pools, clock, by_tokens=settings.balance == "tokens")
+        init_series(self.store)
         self.hedges: Hedges | None = None
         if settings.hedge_after:
             self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)

@@ -44,6 +44,12 @@ def parse_hedge_after(text: str) -> HedgeAfter:
         raise ConfigError(f"--hedge-after: {text!r} is not accepted; {accepted}") from None
 
 
+def init_series(store: MetricStore) -> None:
+    """They are exposed with hedging off, too: a panel or an alert that reads them has an answer."""
+    for result in RESULTS:
+        store.init(_REQUESTS, (result,))
+
+
 class Hedges:
     """Shared by all requests of a data plane.
 
@@ -60,8 +66,6 @@ class Hedges:
         self._recent: deque[tuple[int, int]] = deque()  # (when, how long)
         self._sorted: list[int] = []
         self.least = 1 if after.permille is None else ceil(_BEYOND * 1000 / (1000 - after.permille))
-        for result in RESULTS:
-            store.init(_REQUESTS, (result,))
 
     def offered(self) -> None:
         """One more request that could be hedged."""
