@@ -144,9 +144,21 @@ class JournalWriter:
             os.close(old)
             return
         mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
-        drift = (wall - self._anchor_wall) - (mono - self._anchor_mono)
-        if mono - self._anchor_mono >= CLOCK_EVERY_NS or abs(drift) >= WALL_STEP_NS or not self._anchored:
+        if mono - self._anchor_mono >= CLOCK_EVERY_NS or self._stepped(mono, wall) or not self._anchored:
             self._buffer.insert(0, self._clock_record(mono, wall))
+
+    def _stepped(self, mono: int, wall: int) -> bool:
+        return abs((wall - self._anchor_wall) - (mono - self._anchor_mono)) >= WALL_STEP_NS
+
+    def watch_wall(self) -> None:
+        """For a writer with nothing to write, now and then: sets a new anchor if the wall clock was stepped.
+
+        With the next record it would come too late: what arrived since the step is placed by the anchor before it.
+        """
+        mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
+        if self._stepped(mono, wall):
+            self._buffer.append(self._clock_record(mono, wall))
+            self.flush()
 
     def _clock_record(self, mono: int, wall: int) -> bytes:
         self._anchor_mono, self._anchor_wall, self._anchored = mono, wall, True

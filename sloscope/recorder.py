@@ -19,6 +19,7 @@ from sloscope.units import NS_PER_S
 BEGIN_PATIENCE_S = 0.005  # how long a request waits for its `begin` to be on disk
 _MAX_WAITING = 50_000  # records; beyond, the disk does not follow and records are dropped
 _BATCH = 512
+_IDLE_S = 1.0  # without a record; then somebody has to look whether the wall clock was stepped
 
 Done = Callable[[], None]
 
@@ -98,7 +99,11 @@ class Recorder:
         self._open()  # now, so that the first request does not wait for it
         closing = False
         while not closing:
-            item = self._queue.get()
+            try:
+                item = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                self._watch_wall()
+                continue
             lines: list[bytes] = []
             done: list[Done] = []
             while item is not None:
@@ -131,6 +136,13 @@ class Recorder:
         except Exception as error:  # no fault of the journal may end the thread that requests wait for
             self.last_error = type(error).__name__
         self.dropped += len(lines)
+
+    def _watch_wall(self) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.watch_wall()
+        except Exception as error:  # as in `_write`
+            self.last_error = type(error).__name__
 
     def _open(self) -> JournalWriter | None:
         """The writer, or None: an events directory that cannot be used is tried again every second."""

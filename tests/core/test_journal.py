@@ -65,6 +65,21 @@ def test_a_new_anchor_comes_every_ten_seconds_and_after_a_step_of_the_wall(tmp_p
     assert kinds == ["clock", "begin", "clock", "begin", "clock", "begin"]
 
 
+def test_an_idle_writer_that_is_asked_sets_an_anchor_after_a_step_only(tmp_path: Path) -> None:
+    clock = FakeClock(wall_ns=SECOND)
+    with JournalWriter(tmp_path, "client", clock) as journal:
+        clock.advance(3600 * SECOND)
+        journal.watch_wall()
+        assert [row["mono_ns"] for row in read(journal.path)[0]] == [0], "an idle hour is no step"
+        clock.step_wall(60 * SECOND)
+        journal.watch_wall()
+        journal.watch_wall()
+        assert [(row["mono_ns"], row["wall_ns"]) for row in read(journal.path)[0]] == [
+            (0, SECOND),
+            (3600 * SECOND, 3661 * SECOND),
+        ]
+
+
 def test_an_anchor_places_a_stamp_on_the_wall() -> None:
     assert Anchor(mono_ns=100, wall_ns=1_000).wall_at(130) == 1_030
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 NS = 10**9
 HOUR_S = 3600
 NEAR_S = 2.0
+QUIET_S = 3.0
 
 
 def faketime() -> Path:
@@ -84,10 +85,15 @@ def test_steps_of_the_wall_clock_under_streams_move_no_stamp_and_place_arrivals_
             time.sleep(1)
             upstream.tell("finish")
             across.join()
+            # Nothing is recorded while it steps: who wakes up after a suspended night is such a one.
+            time.sleep(1)
+            step(2 * HOUR_S)
+            time.sleep(QUIET_S)
+            stream("quiet", 20).join()
     found = anchors()
-    assert found[0] == 0 and set(found) == {0, HOUR_S, -HOUR_S}
+    assert found[0] == 0 and set(found) == {0, HOUR_S, -HOUR_S, 2 * HOUR_S}
     assert all(each.is_whole for each in answers.values())
-    assert ends_of(events) == {("completed", ""): 3}
+    assert ends_of(events) == {("completed", ""): 4}
 
     ids = {header(each.raw, b"x-sloscope-request-id").decode(): name for name, each in answers.items()}
     worst_ns = 0
@@ -101,10 +107,10 @@ def test_steps_of_the_wall_clock_under_streams_move_no_stamp_and_place_arrivals_
         command("sql", "select request_id, arrival_at_ns, sidecar_end_at_ns, sidecar_e2e_ns, sidecar_ttft_ns from "
                 "requests", "--events", str(events), "--format", "json")
     )  # fmt: skip
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row in rows:
         name = ids[row["request_id"]]
-        shift_s = {"across": 0, "forward": HOUR_S, "backward": -HOUR_S}[name]
+        shift_s = {"across": 0, "forward": HOUR_S, "backward": -HOUR_S, "quiet": 2 * HOUR_S}[name]
         assert abs(row["arrival_at_ns"] / NS - real_s[name] - shift_s) < NEAR_S, name
         took_s = answers[name].took_s
         assert 0 < row["sidecar_ttft_ns"] < NS
