@@ -49,7 +49,6 @@ class ReceiptLog:
         self._events = None if events is None else Path(events).absolute()
         self._on_end = on_end
         self._lag_since = lag_since
-        self._left_behind: list[Writer] = []  # by disks that did not answer when the log closed
         self._begin()
         if self._writer is not None:
             self._writer.open()
@@ -58,23 +57,30 @@ class ReceiptLog:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._thread: WriterThread | None = None
-        self._writer = None if self._events is None else Writer(self._events, self.clock)
+        self._writer = self._new_writer()
+        self._closing: list[Writer] = []  # which their threads have not closed yet
+        self._lost_before = 0  # by those that are closed
+        self._error_before = ""
         self._open: dict[int, RequestRecorder] = {}  # by identity
         # Recorders with receipts that are not written, oldest first; each stands here once.
         self._due: deque[RequestRecorder] = deque()
         self._abandoned: deque[tuple[RequestRecorder, int]] = deque()
 
+    def _new_writer(self) -> Writer | None:
+        return None if self._events is None else Writer(self._events, self.clock)
+
     def _writers(self) -> list[Writer]:
-        return [*self._left_behind, *([] if self._writer is None else [self._writer])]
+        return [*self._closing, *([] if self._writer is None else [self._writer])]
 
     @property
     def lost(self) -> int:
         """Records that could not be written."""
-        return sum(writer.lost for writer in self._writers())
+        return self._lost_before + sum(writer.lost for writer in self._writers())
 
     @property
     def last_error(self) -> str:
-        return next((writer.last_error for writer in reversed(self._writers()) if writer.last_error), "")
+        said = (writer.last_error for writer in reversed(self._writers()) if writer.last_error)
+        return next(said, self._error_before)
 
     @property
     def path(self) -> Path | None:
@@ -203,16 +209,22 @@ class ReceiptLog:
         """Flushes and frees the journal file. Safe to call twice; open requests stay without an end."""
         self._put_rest()
         with self._lock:
+            # Who opens a request from here on gets another thread and another file.
             thread, self._thread = self._thread, None
-        if thread is None:
-            if self._writer is not None:
-                self._writer.close()
-            return
-        thread.finish()
-        if not thread.join() and self._events is not None and self._writer is not None:
-            # It goes on with what it has once its disk answers.
-            self._left_behind.append(self._writer)
-            self._writer = Writer(self._events, self.clock)
+            writer, self._writer = self._writer, self._new_writer()
+            if writer is not None:
+                self._closing.append(writer)
+        if thread is not None:
+            thread.finish()
+            if not thread.join():
+                return  # it goes on with what it has once its disk answers
+        elif writer is not None:
+            writer.close()
+        if writer is not None:
+            with self._lock:
+                self._closing.remove(writer)
+                self._lost_before += writer.lost
+                self._error_before = writer.last_error or self._error_before
 
     def _put_rest(self) -> None:
         self.tick(self.clock.monotonic_ns())
@@ -242,7 +254,6 @@ class ReceiptLog:
     def forked(self) -> None:
         """In the child: files, threads and requests are the parent's."""
         self._disown()
-        self._left_behind = []
         self._begin()
 
     def abandon(self, recorder: RequestRecorder, end_ns: int) -> None:

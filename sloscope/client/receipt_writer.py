@@ -112,7 +112,7 @@ class WriterThread:
                 item = self._queue.get(timeout=max(0.0, tick_at - time.monotonic()))
             except queue.Empty:
                 tick_at = time.monotonic() + _TICK_S
-                if self._tick():
+                if self._ticks():
                     continue
                 item = None
             if item is None:
@@ -121,11 +121,20 @@ class WriterThread:
         if self._writer is not None:
             self._writer.close()
 
+    def _ticks(self) -> bool:
+        try:
+            return self._tick()
+        except Exception as error:
+            if self._writer is not None:
+                self._writer.give_up([], f"{type(error).__name__}: {error}")
+            return True
+
     def _write(self, batch: list[Record], written: threading.Lock | None) -> None:
         assert self._writer is not None
         try:
             self._writer.write(batch)
-        except Exception as error:  # no fault of the journal may end the thread that requests wait for
+        except Exception as error:
+            # Nothing may end the thread that requests wait for.
             self._writer.give_up(batch, f"{type(error).__name__}: {error}")
         if written is not None:
             written.release()
