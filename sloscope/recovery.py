@@ -57,8 +57,7 @@ def recover(events: Path, observer: str, decode: Callable[[bytes], Any] = json.l
             return 0
         lost, anchors = _open_requests(files, decode)
         ended = write_ends(Path(events), observer, lost, anchors)
-        # An empty file may be one whose writer has not taken its lock yet.
-        done = {path.name for path in files if path.stat().st_size}
+        done = {path.name for path in files}
         present = {path.name for path in directory.glob("*.jsonl")}
         _save_settled(directory, (settled & present) | done)
         return ended
@@ -100,14 +99,23 @@ def dead_writers(directory: Path, settled: Collection[str] = ()) -> set[str]:
     """Writers of one observer's directory that hold no lock any more; names of files in `settled` are not looked at.
 
     Looked at twice, because a writer may rotate between the listing and the look at its lock: the new file is
-    there before the old one's lock is free, so the second listing has it.
+    there before the old one's lock is free, so the second listing has it. And sizes are looked at before locks: a
+    writer takes its lock before it writes, so one whose only file is empty may be about to take it.
     """
     dead: set[str] = set()
     for attempt in range(2):
         files = _unsettled(directory, settled)
-        unlocked = {writer_of(path) for path in files} - {writer_of(path) for path in files if is_live(path)}
+        locked_once = {writer_of(path) for path in files if _is_written(path)}
+        unlocked = locked_once - {writer_of(path) for path in files if is_live(path)}
         dead = unlocked if attempt == 0 else dead & unlocked
     return dead
+
+
+def _is_written(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:
+        return False
 
 
 def _unsettled(directory: Path, settled: Collection[str]) -> list[Path]:

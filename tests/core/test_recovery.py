@@ -6,14 +6,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from sloscope import records
+from sloscope import records, recovery
 from sloscope.clock import FakeClock
 from sloscope.ids import new_request_id
-from sloscope.journal import JournalWriter, Tail, journal_files, read_journal
-from sloscope.recovery import recover
+from sloscope.journal import JournalWriter, Tail, journal_files, read_journal, writer_of
+from sloscope.recovery import dead_writers, recover
 
 
 def begin(request_id: str, arrived_ns: int) -> records.Record:
@@ -132,6 +133,33 @@ def test_a_file_that_is_empty_yet_is_looked_at_again(tmp_path: Path) -> None:
     assert recover(tmp_path, "sidecar") == 0
     path.write_bytes(text)
     assert recover(tmp_path, "sidecar") == 1
+
+
+def test_a_writer_between_the_creation_of_its_file_and_its_lock_is_not_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it begins while a recovery goes on is neither ended as lost nor left out of the next one."""
+    with JournalWriter(tmp_path, "sidecar", FakeClock(1)) as writer:
+        writer.write(begin(new_request_id(), 10))
+    with JournalWriter(tmp_path, "sidecar", FakeClock(2)) as other:
+        other.write(begin(new_request_id(), 20))
+        begun = other.path.read_bytes()
+        other.path.write_bytes(b"")
+    assert dead_writers(tmp_path / "journal" / "sidecar") == {writer_of(writer.path)}
+    look = recovery.dead_writers
+
+    def go_on_after(*arguments: Any) -> set[str]:
+        dead = look(*arguments)
+        other.path.write_bytes(begun)
+        return dead
+
+    monkeypatch.setattr(recovery, "dead_writers", go_on_after)
+    assert recover(tmp_path, "sidecar") == 1
+    monkeypatch.undo()
+    assert recover(tmp_path, "sidecar") == 1
+    assert set(ends(tmp_path)) == {
+        record["request_id"] for record in all_records(tmp_path) if record["kind"] == "begin"
+    }
 
 
 def test_the_anchor_is_the_last_also_of_more_than_ten_files(tmp_path: Path) -> None:
