@@ -79,6 +79,40 @@ def test_async_non_streaming_and_retries(tmp_path: Path, recorded: Recorded) -> 
     assert [(end["reason"], end["output_tokens"]) for end in records["end"]] == [("http_error", 0), ("", 2)]
 
 
+def test_an_async_call_that_is_refused_comes_again_and_a_stream_that_breaks_does_not(
+    tmp_path: Path, recorded: Recorded
+) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        if asked.number == 0:
+            await reply.json(429, {"error": {"message": "busy"}}, {"retry-after-ms": "20"})
+            return
+        await reply.stream()
+        await reply.text()
+        await reply.text()
+        await asyncio.sleep(0.05)
+        reply.reset()
+
+    async def use(client: openai.AsyncOpenAI) -> None:
+        got: list[Any] = []
+
+        async def read() -> None:
+            async for piece in await client.chat.completions.create(**CHAT, stream=True):
+                got.append(piece)
+
+        with pytest.raises((openai.APIConnectionError, httpx.ReadError)):
+            await read()
+        assert len(got) == 2
+
+    run_async(script, tmp_path, use, max_retries=3)
+    records = recorded(tmp_path)
+    first, second = records["begin"]
+    assert second["retry_of"] == first["request_id"] and len(stamps(records)) == 2
+    assert [(end["outcome"], end["reason"]) for end in records["end"]] == [
+        ("failed", "rejected"),
+        ("failed", "upstream_reset"),
+    ]
+
+
 def test_a_cancelled_task_is_a_disconnect_unless_a_reason_is_said(tmp_path: Path, recorded: Recorded) -> None:
     async def use(client: openai.AsyncOpenAI) -> None:
         async def read() -> None:

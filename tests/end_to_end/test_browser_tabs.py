@@ -10,7 +10,7 @@ import pytest
 
 from sloscope.demo.processes import Stage, ask
 from tests.end_to_end.browser import open_chromium, page, serving
-from tests.end_to_end.support import need, start_nginx, start_server, start_sidecar
+from tests.end_to_end.support import free_port, need, start_nginx, start_server, start_sidecar
 from tests.end_to_end.test_browser import ASKING, client_labels, ends, nothing_is_open, rows
 from tests.waiting import until
 
@@ -113,15 +113,18 @@ def test_every_event_leaves_the_engine_then_the_sidecar_and_then_comes_to_the_ta
         Stage(tmp_path) as stage,
     ):
         server = start_server(stage, events, "--allow-faults")
-        sidecar, control, _ = start_sidecar(stage, server, events, goodput="ttft:5000")
-        here = f"proxy_pass {control}; proxy_set_header Host $http_host;"
-        api = f"}} location = /v1/receipts {{ {here} }} location /v1/ {{ proxy_pass {sidecar}; proxy_http_version 1.1; "
-        site = start_nginx(stage, tmp_path / "nginx", served.url, f"{api} proxy_buffering off;")
-        served.add("/given.json", json.dumps({"receipts": "/"}))
+        sidecar_port = free_port()
+        unbuffered = f"proxy_pass http://127.0.0.1:{sidecar_port}; proxy_http_version 1.1; proxy_buffering off;"
+        site = start_nginx(stage, tmp_path / "nginx", served.url, f"}} location /v1/ {{ {unbuffered}")
+        (token := tmp_path / "token").write_text("secret")
+        # Receipts go to another origin that asks for a token: the browser asks there first, also while a page closes.
+        own = ("--listen", f"127.0.0.1:{sidecar_port}", "--cors-origin", site, "--token-file", str(token))
+        _, control, _ = start_sidecar(stage, server, events, *own, goodput="ttft:5000")
+        served.add("/given.json", json.dumps({"receipts": control, "token": "secret"}))
         open_chromium(stage, tmp_path / "profile", f"{site}/opening.html")
         told = [served.result(120), served.result(120)]
         (left_open,) = (each["seen"]["left open"]["id"] for each in told if "left open" in each["seen"])
-        until(lambda: left_open in client_labels(events))  # by the beacon of a page that is gone
+        until(lambda: left_open in client_labels(events))  # left behind by a page that is gone
         served.add("/given.json", json.dumps({"isGone": True}))
         told.append(served.result(60))
         until(lambda: nothing_is_open(events))
