@@ -448,7 +448,7 @@ def test_the_time_before_the_first_pull_is_the_consumers_own(tmp_path: Path, rec
             response.read()
     records = recorded(tmp_path)
     late, prompt = records["end"]
-    assert 300 * MS <= late["consumer_hold_ns"]
+    assert late["consumer_hold_ns"] >= 300 * MS
     assert prompt["consumer_hold_ns"] < 300 * MS
     # It is in the TTFT, too: the receipt at a client that pulls is the pull.
     assert records["chunks"][0]["t_ns"][0] - records["begin"][0]["send_ns"] >= 300 * MS
