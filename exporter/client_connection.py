@@ -48,7 +48,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_closing(self) -> bool:
-        """What it is still to be sent goes out first."""
+        """What is still to be sent goes out first."""
         return self.transport.is_closing()
 
     @property
