@@ -101,7 +101,7 @@ def test_steps_of_the_wall_clock_under_streams_move_no_stamp_and_place_arrivals_
         gaps = [after - before for before, after in itertools.pairwise(record["t_ns"])]
         assert min(gaps, default=0) >= 0
         worst_ns = max(worst_ns, *gaps, 0)
-    assert worst_ns < NS // 2
+    assert worst_ns < 2 * NS  # a busy machine's own; the steps are of hours
 
     rows = json.loads(
         command("sql", "select request_id, arrival_at_ns, sidecar_end_at_ns, sidecar_e2e_ns, sidecar_ttft_ns from "

@@ -99,38 +99,35 @@ def test_an_upstream_that_never_answers_is_left_when_its_client_leaves(tmp_path:
 
 def test_an_upstream_that_is_stopped_holds_its_own_streams_and_goes_on_with_them(tmp_path: Path) -> None:
     """SIGSTOP is a half-open connection: the kernel accepts and acknowledges, and nobody is there."""
-    with rig(tmp_path) as r:
-        with r.unharmed():
-            bad = r.bad("none")
-            before = r.ends()
-            found: list[Answer] = []
-            asking = threading.Thread(
-                target=lambda: found.extend(ask_many(r.proxy, AT_ONCE, {"events": 100, "gap_ms": 10}))
-            )
-            asking.start()
-            until(lambda: r.inflight() == AT_ONCE)
-            time.sleep(0.2)
-            os.kill(bad.process.pid, signal.SIGSTOP)
-            # Who comes now is connected by the kernel and gets no answer.
-            assert {each.how for each in ask_many(r.proxy, AT_ONCE, patience_s=1)} == {"timeout"}
-            os.kill(bad.process.pid, signal.SIGCONT)
-            asking.join()
-            assert [(each.is_whole, each.events) for each in found] == [(True, 100)] * AT_ONCE
-            assert r.ends() - before == {COMPLETED: AT_ONCE, LEFT: AT_ONCE}
+    with rig(tmp_path) as r, r.unharmed():
+        bad = r.bad("none")
+        before = r.ends()
+        found: list[Answer] = []
+        asking = threading.Thread(
+            target=lambda: found.extend(ask_many(r.proxy, AT_ONCE, {"events": 100, "gap_ms": 10}))
+        )
+        asking.start()
+        until(lambda: r.inflight() == AT_ONCE)
+        time.sleep(0.2)
+        os.kill(bad.process.pid, signal.SIGSTOP)
+        # Who comes now is connected by the kernel and gets no answer.
+        assert {each.how for each in ask_many(r.proxy, AT_ONCE, patience_s=1)} == {"timeout"}
+        os.kill(bad.process.pid, signal.SIGCONT)
+        asking.join()
+        assert [(each.is_whole, each.events) for each in found] == [(True, 100)] * AT_ONCE
+        assert r.ends() - before == {COMPLETED: AT_ONCE, LEFT: AT_ONCE}
 
-            # Stopped again, and killed without a word.
-            asking = threading.Thread(
-                target=lambda: found.extend(ask_many(r.proxy, AT_ONCE, {"events": 0, "gap_ms": 10}))
-            )
-            asking.start()
-            until(lambda: r.inflight() == AT_ONCE)
-            time.sleep(0.2)
-            os.kill(bad.process.pid, signal.SIGSTOP)
-            time.sleep(0.3)
-            bad.process.kill()
-            asking.join()
-            assert r.ends() - before == {COMPLETED: AT_ONCE, LEFT: AT_ONCE, ("failed", "truncated"): AT_ONCE}
-        ends_of(r.events)
+        # Stopped again, and killed without a word.
+        asking = threading.Thread(target=lambda: found.extend(ask_many(r.proxy, AT_ONCE, {"events": 0, "gap_ms": 10})))
+        asking.start()
+        until(lambda: r.inflight() == AT_ONCE)
+        time.sleep(0.2)
+        os.kill(bad.process.pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        bad.process.kill()
+        asking.join()
+        assert r.ends() - before == {COMPLETED: AT_ONCE, LEFT: AT_ONCE, ("failed", "truncated"): AT_ONCE}
+    ends_of(r.events)
     gaps_s = [longest_gap_s(each) for each in stamps_by_request(r.events).values() if len(each) == 100]
     assert len(gaps_s) == AT_ONCE and min(gaps_s) > 0.9
     print(f"largest gaps of the streams that were stopped for a second: {[f'{gap:.2f} s' for gap in sorted(gaps_s)]}")
