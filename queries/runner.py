@@ -36,6 +36,7 @@ QUANTILE_METHOD = "nearest_rank"
 Window = tuple[int, int]  # wall ns, end excluded
 # What DuckDB raises when the files are at fault, and not the question.
 _UNREADABLE = (duckdb.IOException, duckdb.InvalidInputException, duckdb.SerializationException)
+_AGAIN_S = 0.05
 _OUT_OF_RANGE = (duckdb.ConversionException, duckdb.OutOfRangeException)
 
 
@@ -392,8 +393,16 @@ class Session:
             yield
             return
         began = time.monotonic()
-        timer = threading.Timer(timeout_s, self._connection.interrupt)
-        timer.daemon = True
+        over = threading.Event()
+
+        def interrupt() -> None:
+            # An interrupt that meets no running statement is lost, and the next statement would run without a limit.
+            left_s = timeout_s
+            while not over.wait(left_s):
+                self._connection.interrupt()
+                left_s = _AGAIN_S
+
+        timer = threading.Thread(target=interrupt, daemon=True)
         timer.start()
         try:
             yield
@@ -402,7 +411,7 @@ class Session:
                 raise  # someone else's interrupt, such as Ctrl-C
             raise QueryError(f"{name}: took longer than the limit of {timeout_s:g} s") from None
         finally:
-            timer.cancel()
+            over.set()
             timer.join()
 
     def close(self) -> None:

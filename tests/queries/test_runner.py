@@ -1,5 +1,7 @@
 """A session: default window, read-only views, row cap, time limit, what is printed with a result."""
 
+import time
+
 import pytest
 
 from queries.lab import START_AT_NS, WINDOW, write_journal
@@ -67,6 +69,17 @@ def test_a_query_beyond_its_time_limit_is_stopped_and_the_session_lives_on(lab):
             "select count(*) from range(10000000) a, range(10000000) b where a.range % 7 = b.range % 11", timeout_s=0.2
         )
     assert lab.run("goodput", timeout_s=60).rows[0]["qualified"] == 3
+
+
+def test_a_limit_that_passes_between_two_statements_holds_for_the_next(lab, monkeypatch):
+    create = lab._create_views
+    monkeypatch.setattr(lab, "_create_views", lambda names: (create(names), time.sleep(0.3)))
+    began = time.monotonic()
+    with pytest.raises(QueryError, match=r"^sql: took longer than the limit of 0.1 s$"):
+        lab.sql(
+            "select count(*) from range(10000000) a, range(10000000) b where a.range % 7 = b.range % 11", timeout_s=0.1
+        )
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize(

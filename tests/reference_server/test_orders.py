@@ -247,8 +247,8 @@ def test_an_order_is_chosen_by_name():
         ("lifo", {}, "--order: 'lifo'; accepted: fcfs, edf, vtc, drr"),
         ("edf", {"longest_wait_ns": 0}, "--longest-wait: 0 ns; accepted: above 0"),
         ("drr", {"quantum": 0}, "--quantum: 0 service units; accepted: above 0"),
-        ("vtc", {"weights": {"a": -1}}, "--tenant-weights: a: -1; accepted: above 0"),
-        ("vtc", {"weights": {"a": float("nan")}}, "--tenant-weights: a: nan; accepted: above 0"),
+        ("vtc", {"weights": {"a": -1}}, "--tenant-weights: a: -1; accepted: 1e-09 to 1e+09"),
+        ("vtc", {"weights": {"a": float("nan")}}, "--tenant-weights: a: nan; accepted: 1e-09 to 1e+09"),
         ("fcfs", {"starvation_ns": -5}, "--lane-wait: -5 ns; accepted: above 0"),
     ],
 )
