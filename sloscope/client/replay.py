@@ -482,9 +482,8 @@ class _Sent:
             self._hold()
 
     def ended(self, t_ns: int, transport: str, error: str | None) -> None:
-        # Who does not read and is cut off for it is not failed by the service.
-        left = "slow_reader" if transport == "reset" and self.recorder.consumer_hold_ns else ""
-        self._end(t_ns, left, transport, error)
+        # A reset gives no reason: a server that loses its patience with a slow reader looks like one that breaks.
+        self._end(t_ns, "", transport, error)
 
     def _leave(self, reason: str) -> None:
         self.call.abort()

@@ -223,7 +223,7 @@ def test_a_slow_reader_slows_nobody_else(tmp_path: Path, recorded: Recorded) -> 
     assert max(took) < 500 * MS
 
 
-def test_a_slow_reader_that_is_cut_off_is_named_so_and_no_failure(tmp_path: Path) -> None:
+def test_a_reset_is_the_servers_failure_however_slowly_it_was_read(tmp_path: Path) -> None:
     async def script(asked: Asked, reply: Reply) -> None:
         await reply.stream()
         await reply.text()
@@ -232,7 +232,7 @@ def test_a_slow_reader_that_is_cut_off_is_named_so_and_no_failure(tmp_path: Path
 
     plan = Plan(slow_readers=1.0)
     tally, _ = run(constant(2, 50.0, plan), script, tmp_path, conduct=Conduct(read_pause_ns=20 * MS))
-    assert tally.reasons == {"cancelled(slow_reader)": 2}
+    assert tally.reasons == {"failed(upstream_reset)": 2}
 
 
 def test_a_hold_that_the_end_of_the_run_cuts_short_is_counted_as_far_as_it_went(
