@@ -45,7 +45,7 @@ check: $(STAMP)  ## Format, lint, types, import rules, generated files, then the
 	$(MAKE) test
 
 e2e: $(STAMP)  ## Real processes: Prometheus, nginx, kill -9, a server that is not ours (needs Debian's prometheus, nginx, chromium, faketime)
-	$(BIN)/python -m pytest -q -s -m e2e tests/end_to_end
+	$(BIN)/python -m pytest -q -s -m e2e
 
 fuzz: $(STAMP)  ## Coverage-guided fuzzing of what reads foreign bytes, FUZZ_SECONDS per target (installs atheris)
 	$(BIN)/python -c 'import atheris' 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check 'atheris>=3,<4'

@@ -25,6 +25,7 @@ from tests.client.sse_server import SseServer, tokens
 from tests.client.test_replay import CONTRACT, MS, S, constant, run
 from tests.command import Done, sloscope
 
+pytestmark = pytest.mark.e2e  # several interpreters each
 GOODPUT = ["--goodput", "ttft:2000 itl_max:1000"]
 FORTY = "synthetic:constant?n=40&rate=50&output_p50=4&output_sigma=0"
 

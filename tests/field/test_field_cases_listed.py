@@ -16,6 +16,7 @@ def test_every_case_is_about_something_says_what_is_right_and_names_where_it_was
     assert len({case.says for case in FOUND}) == len(FOUND)
 
 
+@pytest.mark.e2e  # collects every test that there is
 @pytest.mark.timeout(240)
 def test_every_test_that_holds_a_case_is_collected() -> None:
     tests = named(FOUND)

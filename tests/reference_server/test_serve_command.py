@@ -47,6 +47,7 @@ def test_an_occupied_port_is_one_line_and_exit_2() -> None:
     assert lines == [f"error: --listen: '{address}': Address already in use; accepted: a free address of this host"]
 
 
+@pytest.mark.e2e
 def test_a_port_that_someone_takes_while_the_model_loads_is_one_line_and_exit_2(tmp_path: Path) -> None:
     with socket.socket() as rival:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -135,6 +136,7 @@ def test_a_signal_ends_it_cleanly_with_no_process_left(tmp_path: Path, number: s
     assert served.child.log.read_text().count("\n") == 1, "only the line that it serves"
 
 
+@pytest.mark.e2e
 def test_at_a_signal_running_answers_get_their_time_and_new_ones_a_503(tmp_path: Path) -> None:
     served = Served(tmp_path, "--drain", "20s")
     running = served.stream(max_tokens=700)
@@ -175,6 +177,7 @@ def test_no_note_without_cause() -> None:
     assert not list(notes_on(PolicyChoice(order="vtc", tenant_weights={"gold": 2}, quantum=5), None))
 
 
+@pytest.mark.e2e
 def test_what_runs_beyond_the_drain_limit_gets_an_error_in_its_stream(tmp_path: Path) -> None:
     served = Served(tmp_path, "--drain", "100ms")
     request_id = new_request_id()
@@ -189,6 +192,7 @@ def test_what_runs_beyond_the_drain_limit_gets_an_error_in_its_stream(tmp_path: 
     assert (end["outcome"], end["reason"]) == ("failed", "in_band_error")
 
 
+@pytest.mark.e2e
 def test_a_dead_engine_is_an_error_in_the_stream_a_503_and_exit_1(tmp_path: Path) -> None:
     served = Served(tmp_path)
     request_id = new_request_id()
@@ -206,6 +210,7 @@ def test_a_dead_engine_is_an_error_in_the_stream_a_503_and_exit_1(tmp_path: Path
     assert (end["outcome"], end["reason"]) == ("failed", "in_band_error")
 
 
+@pytest.mark.e2e
 def test_no_engine_outlives_a_front_end_that_was_killed(tmp_path: Path) -> None:
     served = Served(tmp_path)
     engine = served.engine_pid()
