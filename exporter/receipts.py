@@ -27,6 +27,8 @@ _MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must
 _REMEMBERED = 100_000
 _MAX_LABELS = 32
 _MAX_LABEL_TEXT = 256  # characters: a label is a name, and no place for what was said
+_MAX_NAME = 200  # characters of a model or tenant, as the data plane cuts them
+_MAX_REASON = 64  # characters of a finish reason, as the stream decoder cuts them
 _OWN_LIMITS = tuple(f"{name}_ns" for name in LIMIT_NAMES)
 _REJECTED = "sloscope_receipts_rejected_total"
 CAUSES = ("duplicate", "malformed", "outcome", "rate", "request_id", "stamps", "too_large", "unknown_class")
@@ -153,6 +155,7 @@ class Receipts:
     def _whole(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
         resolved = self._resolve(receipt)
         _check_labels(receipt.get("labels"))
+        _check_texts(receipt)
         send_ns = _int(receipt, "send_ns")
         if send_ns is None:
             raise ReceiptError("malformed", "send_ns: null; accepted: a whole number from 0, below 2^62")
@@ -304,6 +307,24 @@ def _check_labels(labels: object) -> None:
         raise ReceiptError(
             "malformed",
             f"labels: accepted: at most {_MAX_LABELS}, names and texts of at most {_MAX_LABEL_TEXT} characters",
+        )
+
+
+def _check_texts(receipt: Mapping[str, Any]) -> None:
+    """A long one may be what was said, so it is counted and not repeated. Their types are the record's business."""
+    for name in ("model", "tenant"):
+        text = receipt.get(name)
+        if isinstance(text, str) and len(text) > _MAX_NAME:
+            raise ReceiptError("malformed", f"{name}: {len(text)} characters; accepted: at most {_MAX_NAME}")
+    reasons = receipt.get("finish_reason")
+    if not isinstance(reasons, list):
+        return
+    if len(reasons) > _MAX_CHOICES:
+        raise ReceiptError("malformed", f"finish_reason: {len(reasons)} texts; accepted: at most {_MAX_CHOICES}")
+    longest = max((len(text) for text in reasons if isinstance(text, str)), default=0)
+    if longest > _MAX_REASON:
+        raise ReceiptError(
+            "malformed", f"finish_reason: {longest} characters; accepted: at most {_MAX_REASON} for each choice"
         )
 
 

@@ -180,6 +180,35 @@ def test_a_bad_receipt_is_refused_with_one_line_and_leaves_nothing(tmp_path: Pat
     assert records(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("fits", "too_long", "said"),
+    [
+        ({"model": "m" * 200}, {"model": "m" * 201}, "model: 201 characters; accepted: at most 200"),
+        ({"tenant": "t" * 200}, {"tenant": "t" * 201}, "tenant: 201 characters; accepted: at most 200"),
+        (
+            {"n_choices": 2, "finish_reason": ["stop", "r" * 64]},
+            {"n_choices": 2, "finish_reason": ["stop", "r" * 65]},
+            "finish_reason: 65 characters; accepted: at most 64 for each choice",
+        ),
+        (
+            {"finish_reason": [None] * 1024},
+            {"finish_reason": ["an answer", "in words"] * 513},
+            "finish_reason: 1026 texts; accepted: at most 1024",
+        ),
+    ],
+)
+def test_a_name_or_a_finish_reason_is_no_place_for_what_was_said(
+    tmp_path: Path, fits: dict[str, Any], too_long: dict[str, Any], said: str
+) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        assert (await client.post("/v1/receipts", json=receipt(**fits))).status_code == 200
+        answer = await client.post("/v1/receipts", json=receipt(**too_long))
+        assert (answer.status_code, answer.json()["rejected"]) == (400, [{"index": 0, "error": said}])
+
+    with_app(tmp_path, test)
+    assert len([record for record in records(tmp_path) if record["kind"] == "begin"]) == 1
+
+
 def test_one_bad_receipt_of_a_batch_costs_only_itself(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
         batch = [receipt(), receipt(end_ns=1), receipt()]
