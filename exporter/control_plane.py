@@ -249,8 +249,21 @@ async def _answer(plane: ControlPlane, name: str, params: dict[str, str]) -> Res
     return Response(orjson.dumps(rows), media_type="application/json")
 
 
-class _Server(uvicorn.Server):
-    """Signals are the process's own business, see `serve`."""
+class Server(uvicorn.Server):
+    """The control plane over HTTP. Signals are the process's own business, see `serve`."""
+
+    def __init__(self, plane: ControlPlane) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(plane),
+                log_level="warning",
+                access_log=False,
+                lifespan="on",
+                # An address that a sender gives itself would be another one for each report, and have its own rate.
+                proxy_headers=False,
+                timeout_graceful_shutdown=2,
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -260,10 +273,7 @@ class _Server(uvicorn.Server):
 async def serve(settings: Settings, listen_fd: int) -> None:
     loop = asyncio.get_running_loop()
     plane = ControlPlane(settings, SystemClock())
-    config = uvicorn.Config(
-        create_app(plane), log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=2
-    )
-    server = _Server(config)
+    server = Server(plane)
 
     def stop() -> None:
         server.should_exit = True
@@ -285,7 +295,7 @@ async def _listen_to_supervisor(plane: ControlPlane, stdin: asyncio.StreamReader
     stop()
 
 
-async def _say_ready(server: uvicorn.Server) -> None:
+async def _say_ready(server: Server) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     sys.stdout.write("ready\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from exporter.control_plane import ControlPlane, create_app
+from exporter.control_plane import ControlPlane, Server, create_app
 from exporter.questions import published
 from exporter.receipts import MAX_BATCH
 from exporter.settings import parse_cors_origin
@@ -309,6 +310,27 @@ def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_pa
         assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
 
     with_app(tmp_path, test)
+
+
+def test_who_reports_is_known_by_its_connection_whatever_its_headers_say(tmp_path: Path) -> None:
+    async def main() -> None:
+        clock = FakeClock(mono_ns=10_000 * MS, clock_id="fake:0:0")
+        plane = ControlPlane(settings_for(tmp_path / "events", str(tmp_path / "none"), ("http://a",)), clock)
+        server = Server(plane)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            serving = asyncio.create_task(server.serve(sockets=[listening]))
+            url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/receipts"
+            async with httpx.AsyncClient() as client:
+                assert (await client.post(url, json=receipt())).status_code == 200
+                plane.receipts.rate.took("127.0.0.1", 20_000)  # the whole burst, and one is taken already
+                for headers in ({}, {"x-forwarded-for": "10.0.0.2"}, {"x-forwarded-for": "10.0.0.3, 10.0.0.4"}):
+                    answer = await client.post(url, json=receipt(), headers=headers)
+                    assert answer.status_code == 429
+                    assert answer.json()["error"].startswith("receipts: 127.0.0.1 reports more")
+            server.should_exit = True
+            await serving
+
+    asyncio.run(main())
 
 
 def test_a_long_body_is_paid_for_by_its_bytes(tmp_path: Path) -> None:
