@@ -1,8 +1,7 @@
 """The raw record on disk: append-only files, one writer each, a tolerant reader, and the manifest.
 
 `EVENTS/journal/<observer>/<boot8>-<pid>-<start_ns>-<seq>.jsonl`. A writer holds its file's flock for as long as it
-lives, so
-a dead writer's file is known by the free lock: pids are reused, locks are not.
+lives, so a dead writer's file is known by the free lock: pids are reused, locks are not.
 """
 
 import contextlib

@@ -10,8 +10,9 @@
 --   ends between two steps, by its text and while it is run again, brings none. `waiting` counts requests in WAITING or
 --   PREEMPTED from this stamp on; one that was preempted out of PAUSED is held back by its reader and does not count.
 --   All on the engine's clock, from its first record on. [from_ns, to_ns] reach from the first to the last of
---   `window_steps`, so the work after the window that its requests still needed is in. The units, the bound and the weights are those that the engine recorded last; NULL: none, a weight then is 1. Without a
---   step in the window an engine has no row. A request without a tenant is of tenant ''.
+--   `window_steps`, so the work after the window that its requests still needed is in. The units, the bound and the
+--   weights are those that the engine recorded last; NULL: none, a weight then is 1. Without a step in the window an engine
+--   has no row. A request without a tenant is of tenant ''.
 with
 
 seen as (
