@@ -178,7 +178,7 @@ _RECORDER = [
     Metric(f"{PREFIX}snapshot_failures_total", "counter", "Scrapes that got the latest snapshot because the data plane did not answer in time.", (), (), "recorder"),
     Metric(f"{PREFIX}sql_failures_total", "counter", "Refreshes of the sloscope_sql_ results that failed.", (), (), "sql"),
     Metric(f"{PREFIX}recovered_requests_total", "counter", "Requests closed as unfinished after their recorder died.", (), (), "recorder"),
-    Metric(f"{PREFIX}reason_revisions_total", "counter", "Outcomes refined by a reason that came later.", (), (), "recorder"),
+    Metric(f"{PREFIX}reason_revisions_total", "counter", "Late reasons taken; also those of requests that nobody saw or that did not disconnect, which refine nothing.", (), (), "recorder"),
     Metric(f"{PREFIX}receipts_rejected_total", "counter", "Client receipts refused, by cause.", ("cause",), (), "recorder"),
     Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),

@@ -113,6 +113,8 @@ def test_a_late_reason_of_a_request_that_never_came_makes_no_request(tmp_path: P
         reason = {"request_id": new_request_id(), "outcome": "cancelled", "reason": "voluntary"}
         assert (await report(**reason))["accepted"] == 1
         assert total(plane.store, "sloscope_client_requests_offered_total") == 0
+        # It is counted as taken: only the data plane could say that nobody saw the request.
+        assert total(plane.store, "sloscope_reason_revisions_total") == 1
 
     with_both_planes(tmp_path, test)
     assert rows(tmp_path) == []
