@@ -270,23 +270,25 @@ class Exchange:
             self._client.transport.write(http1.encode_response(response, [], chunked=False, close=False))
 
     def response_started(self, attempt: Attempt, rest: bytes, now: int) -> None:
-        response = attempt.response
-        assert response is not None
-        said = response.status, response.get(b"content-type"), response.get(b"content-encoding")
         if self._leader is None:
-            assert self._contest is not None
-            self._contest.response_started(attempt, said, rest, now)
+            assert self._contest is not None and attempt.response is not None
+            self._contest.response_started(attempt, _said(attempt.response), rest, now)
             return
-        if self._observation is not None:
-            self.observe(self._observation.response_started, *said)
         self.body_received(attempt, rest, now, self._encode_head(attempt))
+
+    def _understand_head(self, response: ResponseHead | None, is_new: bool) -> None:
+        """Of the response that was just handed on. `is_new`: what it says of its body is not known from a contest."""
+        if self._observation is None or response is None:
+            return
+        if is_new:
+            self.observe(self._observation.response_started, *_said(response))
+        if told := response.get_all(b"server-timing"):
+            self.observe(self._observation.timed, ", ".join(told))
 
     def _encode_head(self, attempt: Attempt) -> bytes:
         response = attempt.response
         assert response is not None
         self._raw = []
-        if self._observation is not None and (told := response.get_all(b"server-timing")):
-            self.observe(self._observation.timed, ", ".join(told))
         is_chunked = isinstance(response.body, Chunked)
         if self._asks_usage and _is_plain_stream(response):
             self._filter = UsageFilter()
@@ -319,6 +321,7 @@ class Exchange:
         except MessageError:
             if head:
                 self._client.transport.write(head)
+                self._understand_head(attempt.response, is_new=True)
             self._break_off("eof")
             return
         if self._filter is None:
@@ -328,8 +331,10 @@ class Exchange:
         # Before the write: on another core the client can have the bytes before the call returns.
         forwarded_ns = self.plane.clock.monotonic_ns()
         self._client.transport.write(head + out if head else out)
+        added_ns = self.plane.clock.monotonic_ns() - now
+        if head:
+            self._understand_head(attempt.response, is_new=True)
         if self._observation is not None and payload:
-            added_ns = self.plane.clock.monotonic_ns() - now
             self.observe(self._observation.received, payload, now, forwarded_ns, added_ns)
             if self._awaits_output:
                 self._time_output(attempt, now)
@@ -378,6 +383,7 @@ class Exchange:
         forwarded_ns = self.plane.clock.monotonic_ns()
         self._client.transport.write(head + out)
         added_ns = self.plane.clock.monotonic_ns() - now
+        self._understand_head(attempt.response, is_new=False)
         self.observe(observation.released, now, forwarded_ns, added_ns)
         if self._awaits_output:
             self._time_output(attempt, now)
@@ -478,6 +484,10 @@ class Exchange:
         self.over = True
         for attempt in self._attempts:
             attempt.close(keep_upstream)
+
+
+def _said(response: ResponseHead) -> tuple[int, str, str]:
+    return response.status, response.get(b"content-type"), response.get(b"content-encoding")
 
 
 def _is_plain_stream(response: ResponseHead) -> bool:

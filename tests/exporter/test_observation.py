@@ -125,6 +125,40 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
     run(test())
 
 
+def test_what_the_head_of_a_response_says_is_understood_after_it_was_forwarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    understood_ns: list[int] = []
+
+    def slow(method: Any) -> Any:
+        def delayed(*arguments: Any) -> Any:
+            understood_ns.append(time.monotonic_ns())
+            time.sleep(0.2)
+            return method(*arguments)
+
+        return delayed
+
+    for name in ("response_started", "timed"):
+        monkeypatch.setattr(observation.Observation, name, slow(getattr(observation.Observation, name)))
+
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        head = STREAM_HEAD.replace(b"\r\n", b"\r\nserver-timing: gateway;dur=40\r\n", 1)
+        writer.write(head + chunked(event(), finish(), DONE))
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            await b.ask()
+            (end,) = await b.ends()
+            assert (end["http_status"], end["server_timing"]) == (200, {"gateway": 40_000_000})
+            (chunks,) = b.records("chunks")
+            (received,), (forwarded,) = chunks["t_ns"], chunks["forwarded_ns"]
+            assert len(understood_ns) == 2 and forwarded <= min(understood_ns)
+            assert forwarded - received < 150_000_000  # the 400 ms of the two are not in it
+            assert b.total("sloscope_sidecar_added_seconds_sum") < 0.15
+
+    run(test())
+
+
 OUTCOMES = {
     "usage and DONE": ([event(), event(), finish(), usage(9), DONE], ("completed", "")),
     "finish reason without DONE": ([event(), finish()], ("completed", "")),
