@@ -58,6 +58,7 @@ class ReceiptLog:
         self._lock = threading.Lock()
         self._thread: WriterThread | None = None
         self._writer = self._new_writer()
+        self._late_begin = threading.Lock()  # the latest begin that came late: locked until it is on disk
         self._closing: list[Writer] = []  # which their threads have not closed yet
         self._lost_before = 0  # by those that are closed
         self._error_before = ""
@@ -99,7 +100,8 @@ class ReceiptLog:
         **fields: Any,
     ) -> RequestRecorder:
         """Records the begin, which is on disk when this returns; where a thread writes, nobody waits for a disk for
-        longer than 5 ms. `fields` are those of a `begin` record.
+        longer than 5 ms, and not at all while it has yet to write a begin that was waited for so long. `fields` are
+        those of a `begin` record.
 
         `streaming` and `n_choices` None: the request could not be read. `lag_since`: of the loop that this request is
         read in, if it is another than the log's.
@@ -143,7 +145,11 @@ class ReceiptLog:
             written = threading.Lock()
             written.acquire()
             self._thread.put([record], written)
-        written.acquire(timeout=BEGIN_PATIENCE_S)
+            # The caller may be an event loop, which many requests that wait one after the other would hold up for long.
+            if self._late_begin.locked():
+                return
+        if not written.acquire(timeout=BEGIN_PATIENCE_S):
+            self._late_begin = written
 
     def _write(self, batch: list[records.Record]) -> None:
         """In one write(2). The lock is held."""

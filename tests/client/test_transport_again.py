@@ -283,6 +283,52 @@ def test_a_disk_that_answers_late_holds_up_no_call_no_loop_and_loses_nothing(
     assert max(end["loop_lag_max_ns"] for end in records["end"]) < 300 * MS
 
 
+def test_many_calls_begun_at_once_wait_for_a_silent_disk_once_and_again_when_it_answers(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    answers.set()
+    write = os.write
+
+    def silent(fd: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
+            assert answers.wait(20)
+        return write(fd, data)
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"choices": []})
+
+    async def main() -> None:
+        transport = AsyncReceiptTransport(tmp_path, CONTRACT, inner=httpx.MockTransport(answer))
+        answers.clear()
+
+        async def call() -> None:
+            request = httpx.Request("POST", "http://any/v1/completions", json=BODY)
+            await (await transport.handle_async_request(request)).aclose()
+
+        calls = [asyncio.create_task(call()) for _ in range(100)]
+        begun = time.monotonic()
+        await asyncio.gather(*calls)
+        took = time.monotonic() - begun
+        assert 0.005 <= took < 0.4  # one patience of 5 ms; a hundred of them are 500
+        assert recorded(tmp_path)["begin"] == []
+        answers.set()
+        until(lambda: len(recorded(tmp_path)["begin"]) == 100, 10)
+        # Nothing is late any more, so a begin is on disk again before its request goes on, also on a busy machine.
+        monkeypatch.setattr("sloscope.client.receipt_log.BEGIN_PATIENCE_S", 10.0)
+        for count in range(101, 111):
+            await call()
+            assert len(recorded(tmp_path)["begin"]) == count
+        await transport.aclose()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", silent)
+        try:
+            asyncio.run(main())
+        finally:
+            answers.set()
+
+
 def test_a_client_that_closes_waits_two_seconds_for_a_disk_and_the_record_comes_after(
     tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
