@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +12,10 @@ from exporter.families import Labels, ReceiptFamilies, known_event_tokens
 from exporter.seen_ids import SeenIds
 from exporter.server_timing import durations_ns
 from exporter.settings import Settings
-from sloscope import records
+from sloscope import catalogue, records
 from sloscope.clock import Clock
 from sloscope.contract import LIMIT_HEADERS, Contract, Resolved, resolve
+from sloscope.definitions import Ended, Summary
 from sloscope.errors import ContractError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id, new_request_id
@@ -22,6 +24,9 @@ from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
 FLUSH_NS = 900_000_000  # the ticker looks 20 times a second, so a batch is at most a second old
 _MAX_TEXT = 200
+_LOST = Ended("unfinished", "recorder_lost")  # how it ended is not known, as of a recorder that died
+_STOP_AFTER = re.compile(r"[0-9]{1,9}")
+_OPEN = catalogue.receipt("sidecar", "inflight_requests").name
 PROBLEMS = "sloscope_parse_problems_total"
 PROBLEM_NAMES = (
     "bad_compression", "bad_limit_header", "malformed_event", "observer_error", "oversized_event", "request_not_json",
@@ -78,6 +83,7 @@ class Observation:
 
         self._begun = False
         self._ended = False
+        self._counted: Ended | None = None  # the end that the metrics have
         self._asked: Mapping[str, Any] | None = None
         self._begin: records.Record = {}
         self._attempt: int | None = None  # whose stream this is, None for the first
@@ -117,7 +123,18 @@ class Observation:
             return resolve(self.watch.contract, plain)
 
     def begin(self, body: bytes | None, body_complete_ns: int | None, upstream: str, then: Done | None) -> None:
-        """The request is known as far as it will be. `body` None: not looked at. `then`: see Recorder.begin."""
+        """The request is known as far as it will be. `body` None: not looked at. `then`: see Recorder.begin.
+
+        Raised or not, the request is offered once.
+        """
+        try:
+            self._begin_whole(body, body_complete_ns, upstream, then)
+        except Exception:
+            if not self._begun:
+                self._begin_bare(upstream)
+            raise
+
+    def _begin_whole(self, body: bytes | None, body_complete_ns: int | None, upstream: str, then: Done | None) -> None:
         asked = self.read_request(body)
         if body is None and then is not None:
             self.watch.problem("request_above_inspect_limit")
@@ -149,19 +166,40 @@ class Observation:
             streaming=self._stream.streaming,
             n_choices=self._stream.n_choices if body is not None else None,
             max_tokens=_count(asked.get("max_completion_tokens")) or _count(asked.get("max_tokens")),
-            stop_after=int(stop_after) if stop_after.isdigit() and len(stop_after) < 10 else None,
+            stop_after=int(stop_after) if _STOP_AFTER.fullmatch(stop_after) else None,
             path=self._path,
             upstream=upstream or None,
             labels={"retry_count": retry_count} if retry_count else None,
         )
-        self._begin = record
-        self._labels = self.watch.families.begun(self._resolved.class_name, model, tenant)
-        self._begun = True
-        self.watch.active[self.request_id] = self
+        self._count_begin(record, model, tenant)
         if then is None:
             self.watch.recorder.put(record)
         else:
             self.watch.recorder.begin(record, then)
+
+    def _begin_bare(self, upstream: str) -> None:
+        """With nothing that the request says of itself, since to read that is what failed."""
+        record = records.make(
+            "begin",
+            request_id=self.request_id,
+            observer="sidecar",
+            role=self.watch.settings.role,
+            clock_id=self.watch.clock.clock_id,
+            arrived_ns=self._arrived_ns,
+            class_=self._resolved.class_name,
+            contract_hash=self.watch.contract_hash,
+            limits=self._resolved.limits.as_record(),
+            path=self._path,
+            upstream=upstream or None,
+        )
+        self._count_begin(record, "", "")
+        self.watch.recorder.put(record)
+
+    def _count_begin(self, record: records.Record, model: str, tenant: str) -> None:
+        self._begin = record
+        self._labels = self.watch.families.begun(self._resolved.class_name, model, tenant)
+        self._begun = True
+        self.watch.active[self.request_id] = self
 
     def read_request(self, body: bytes | None) -> Mapping[str, Any]:
         """What the request asks for, read once; empty where it is not known."""
@@ -201,20 +239,24 @@ class Observation:
     def end_attempt(
         self, number: int, stream: StreamRecord, transport: str, left: str, body_complete: bool, end_ns: int
     ) -> None:
-        """An attempt that does not answer the request is over."""
-        stream.finish(body_complete)
-        end = stream.classify(transport, left, self._resolved.limits.min_tokens)
-        self.watch.recorder.put(
-            records.make(
-                "end",
-                request_id=self.request_id,
-                attempt=number or None,
-                outcome=end.outcome,
-                reason=end.reason,
-                end_ns=end_ns,
-                **stream.ended(),
+        """An attempt that does not answer the request is over. Raised or not, it has an end."""
+        end, known = _LOST, {}
+        try:
+            stream.finish(body_complete)
+            known = stream.ended()
+            end = stream.classify(transport, left, self._resolved.limits.min_tokens)
+        finally:
+            self.watch.recorder.put(
+                records.make(
+                    "end",
+                    request_id=self.request_id,
+                    attempt=number or None,
+                    outcome=end.outcome,
+                    reason=end.reason,
+                    end_ns=end_ns,
+                    **known,
+                )
             )
-        )
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -277,47 +319,79 @@ class Observation:
     # --- the end
 
     def ended(self, transport: str, left: str, body_complete: bool, end_ns: int) -> None:
-        """The request is over. `transport` and `left` as in StreamEnd; `body_complete`: HTTP says the body is whole."""
+        """The request is over. `transport` and `left` as in StreamEnd; `body_complete`: HTTP says the body is whole.
+
+        Raised or not, the request ends once, in the metrics and in the journal, and alike in both.
+        """
         if self._ended:
             return
         self._ended = True
-        if not self._begun:
-            self.begin(None, None, "", None)
-        self.watch.active.pop(self.request_id, None)
+        try:
+            if not self._begun:
+                self.begin(None, None, "", None)
+            self._conclude(transport, left, body_complete, end_ns)
+        except Exception:
+            if self._begun:
+                self._conclude_bare(end_ns)
+            raise
+        finally:
+            self.watch.active.pop(self.request_id, None)
+
+    def _conclude(self, transport: str, left: str, body_complete: bool, end_ns: int) -> None:
         stream = self._stream
         try:
             stream.finish(body_complete)
             self._count_new(stream.last_ns, *self._last_handed)
         except Exception:  # a body that breaks its parser still belongs to a request that has to end
             self.watch.problem("observer_error")
+        self.flush()
         end_ns = stream.end_ns(end_ns)
         end = stream.classify(transport, left, self._resolved.limits.min_tokens)
-        self.flush()
-        self.watch.recorder.put(
-            records.make(
-                "end",
-                request_id=self.request_id,
-                attempt=self._attempt,
-                outcome=end.outcome,
-                reason=end.reason,
-                end_ns=end_ns,
-                loop_lag_max_ns=self.loop_lag_max_ns,
-                consumer_hold_ns=self.consumer_hold_ns,
-                server_timing=self._server_timing or None,
-                **stream.ended(),
-            )
-        )
+        record = self._end_record(end, end_ns, stream.ended(), self._server_timing or None)
         summary = stream.summary(self._arrived_ns, end_ns if end.outcome == "completed" else None)
         event_tokens = known_event_tokens(
             stream.event_tokens, summary.events, stream.n_choices, summary.tokens, stream.token_source != "assumed_one"
         )
-        # What was not read may have streamed: it is held to every limit.
-        streamed = stream.streaming is not False
-        self.watch.families.ended(
-            self._labels, end, summary, self._resolved, streamed, stream.t_ns, stream.choice, event_tokens
-        )
         for name in stream.problems:
             self.watch.problem(name)
+        # What was not read may have streamed: it is held to every limit.
+        streamed = stream.streaming is not False
+        still_open = self.watch.store.get(_OPEN, self._labels)
+        try:
+            self.watch.families.ended(
+                self._labels, end, summary, self._resolved, streamed, stream.t_ns, stream.choice, event_tokens
+            )
+        finally:
+            # It may have raised over the gaps, after the end was counted.
+            if self.watch.store.get(_OPEN, self._labels) < still_open:
+                self._counted = end
+        self.watch.recorder.put(record)  # last: a record that was put is not put again
+
+    def _conclude_bare(self, end_ns: int) -> None:
+        """The end as it was counted, else as one that nobody knows."""
+        end = self._counted or _LOST
+        try:
+            self.watch.recorder.put(self._end_record(end, end_ns, {}, None))
+        finally:
+            if self._counted is None:
+                self.watch.families.ended(self._labels, end, Summary(), self._resolved, True, (), (), None)
+
+    def _end_record(
+        self, end: Ended, end_ns: int, known: Mapping[str, Any], server_timing: Mapping[str, int] | None
+    ) -> records.Record:
+        """`known`: what the stream says of its end."""
+        return records.make(
+            "end",
+            request_id=self.request_id,
+            attempt=self._attempt,
+            outcome=end.outcome,
+            reason=end.reason,
+            end_ns=end_ns,
+            loop_lag_max_ns=self.loop_lag_max_ns,
+            consumer_hold_ns=self.consumer_hold_ns,
+            server_timing=server_timing,
+            **known,
+        )
 
 
 def _count(value: Any) -> int | None:

@@ -16,6 +16,7 @@ from exporter.observation import Observation
 from exporter.settings import OBSERVED
 from sloscope.errors import ConfigError
 from sloscope.exposition import MetricStore
+from sloscope.stream_record import StreamRecord
 from tests.exporter.harness import (
     ASK,
     DONE,
@@ -468,6 +469,26 @@ def test_an_observer_that_breaks_breaks_no_hedged_stream(
             assert (await b.ask()).body in (whole("a"), whole("b"))
             assert b.total("sloscope_parse_problems_total", problem="observer_error") >= 1
             assert b.check_identity() == 1
+
+    run(test())
+
+
+def test_a_losing_attempt_has_an_end_whatever_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the request would stay open, and out of every table, until the sidecar starts again."""
+    classify = StreamRecord.classify
+
+    def broken(stream: StreamRecord, transport: str, left: str, min_tokens: int) -> Any:
+        if left == "voluntary":
+            raise RuntimeError("on purpose")
+        return classify(stream, transport, left, min_tokens)
+
+    async def test() -> None:
+        monkeypatch.setattr(StreamRecord, "classify", broken)
+        async with beside(tmp_path, saying("a", 0.1), saying("b", 0), **SOON) as (b, *_):
+            assert (await b.ask()).body == whole("b")
+            ends = {end.get("attempt", 0): (end["outcome"], end["reason"]) for end in await b.ends(2)}
+            assert ends[0] == ("unfinished", "recorder_lost") and ends[1][0] == "completed"
+            assert b.total("sloscope_parse_problems_total", problem="observer_error") == 1
 
     run(test())
 
