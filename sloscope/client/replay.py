@@ -29,6 +29,7 @@ import orjson
 from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
+from sloscope.client.receipt_writer import BEGIN_PATIENCE_S
 from sloscope.client.receipts import ReceiptPoster
 from sloscope.client.recorder import RequestRecorder
 from sloscope.client.schedule import Planned, PromptText, Schedule
@@ -48,6 +49,7 @@ _LONG_ENOUGH_NS = NS_PER_S  # to tell processor time by, which is counted in hun
 _SEND_BURST_NS = 2_000_000  # many sends due at once give way to receipts after this long
 # What the kernel reads ahead for a slow reader, bytes: some ten events. It doubles it for its own book-keeping.
 _SLOW_READER_BUFFER = 4096
+_BEGIN_PATIENCE_NS = round(BEGIN_PATIENCE_S * NS_PER_S)
 APIS = {"chat": "/chat/completions", "completions": "/completions"}
 
 
@@ -93,6 +95,7 @@ class Tally:
     vacuous: int = 0
     output_tokens: int = 0
     first_send_offset_ns: int | None = None
+    # From the scheduled arrival until the bytes are handed to the transport, the write of the begin included.
     dispatch_lag_ns: array[int] = field(default_factory=lambda: array("q"))
     ttft_ns: array[int] = field(default_factory=lambda: array("q"))  # completed requests
     ttft_intended_ns: array[int] = field(default_factory=lambda: array("q"))
@@ -106,6 +109,7 @@ class Tally:
     retries_not_sent: int = 0  # due after the run's end
     slow_readers: int = 0
     own_limit: int = 0  # requests that this process had no descriptor or port for
+    late_begins: int = 0  # requests that left before their begin was on disk, after 5 ms
     records_lost: int = 0
     receipts_failed: int = 0
     receipts_error: str = ""
@@ -123,7 +127,8 @@ class Tally:
         """The counts of another part of the same schedule. Quantiles are of all values, never of quantiles."""
         for name in (
             "scheduled", "sent", "warmup", "offered", "qualified", "vacuous", "output_tokens", "retries",
-            "retries_completed", "retries_not_sent", "slow_readers", "own_limit", "records_lost", "receipts_failed",
+            "retries_completed", "retries_not_sent", "slow_readers", "own_limit", "late_begins", "records_lost",
+            "receipts_failed",
         ):  # fmt: skip
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes.update(other.outcomes)
@@ -210,6 +215,7 @@ class Replay:
         self._pools = [Pool(origin, tls) for origin in target.origins]
         self._heads = [_head(origin, target) for origin in target.origins]
         self._contract_hash = contract.hash
+        self._records = events is not None
         self._open: dict[str, _Sent] = {}
         self._position = 0
         self._retries: list[_Retry] = []
@@ -238,6 +244,8 @@ class Replay:
         gc.freeze()
         thresholds = gc.get_threshold()
         gc.set_threshold(50_000, 20, 100)
+        if self._records:
+            self._log.start_thread()  # no send waits for a disk for longer than 5 ms
         tasks = [loop.create_task(self._tick(progress))]
         self._lag.start()
         if self._poster is not None:
@@ -356,13 +364,16 @@ class Replay:
         )
         sent = _Sent(self, recorder, planned, number)
         self._open[request_id] = sent
+        # What the disk took stands in the lag, since `send_ns` had to be in the begin before it was written.
+        leaves_ns = time.monotonic_ns()
         tally = self.tally
         tally.sent += 1
         tally.retries += number > 0
         tally.slow_readers += planned.slow_reader
-        tally.dispatch_lag_ns.append(send_ns - intended_ns)
+        tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS
+        tally.dispatch_lag_ns.append(leaves_ns - intended_ns)
         if tally.first_send_offset_ns is None:
-            tally.first_send_offset_ns = send_ns - self._t0_ns
+            tally.first_send_offset_ns = leaves_ns - self._t0_ns
         if planned.warmup:
             tally.warmup += 1
         else:

@@ -40,6 +40,7 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
         "retries_not_sent": tally.retries_not_sent,
         "slow_readers": tally.slow_readers,
         "own_limit": tally.own_limit,
+        "late_begins": tally.late_begins,
         "output_tokens": tally.output_tokens,
         "ttft_p50_s": _quantile_s(plain, 500),
         "ttft_intended_p50_s": _quantile_s(corrected, 500),

@@ -15,11 +15,13 @@ import uvloop
 from sloscope import contract as contracts
 from sloscope.client import replay_report
 from sloscope.client.h1 import parse_url
+from sloscope.client.receipt_writer import Writer
 from sloscope.client.replay import Replay, Tally, probe
 from sloscope.client.schedule import Plan, Schedule, build
 from sloscope.client.traces import TraceRow, load
 from sloscope.errors import ConfigError
 from sloscope.ids import is_request_id
+from sloscope.records import Record
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
 
@@ -93,6 +95,28 @@ def test_what_goes_over_the_wire_is_the_schedule(tmp_path: Path, recorded: Recor
         assert body["max_tokens"] == begin["max_tokens"] == planned.max_tokens and "ignore_eos" not in body
         assert len(body["messages"][0]["content"].split()) == 20 == begin["prompt_tokens"]
         assert "labels" not in begin
+
+
+def test_what_a_slow_disk_takes_is_dispatch_lag_and_no_send_waits_for_more_than_5_ms(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Writer.write
+
+    def slowly(self: Writer, batch: list[Record]) -> None:
+        if batch[0]["kind"] == "begin":
+            time.sleep(0.04)
+        write(self, batch)
+
+    monkeypatch.setattr(Writer, "write", slowly)
+    tally, server = run(constant(10, 10.0), tokens(1), tmp_path)
+    assert (len(server.asked), tally.outcomes["completed"], tally.records_lost) == (10, 10, 0)
+    assert tally.late_begins == 10 and min(tally.dispatch_lag_ns) >= 5 * MS
+    assert sorted(tally.ttft_ns)[5] < 35 * MS  # the disk alone takes 40
+    assert replay_report.report(tally, constant(10, 10.0), CONTRACT)["late_begins"] == 10
+    records = recorded(tmp_path)
+    assert len(records["end"]) == 10
+    in_journal = [begin["send_ns"] - begin["intended_ns"] for begin in records["begin"]]
+    assert all(lag - own >= 5 * MS for lag, own in zip(tally.dispatch_lag_ns, in_journal, strict=True))
 
 
 def test_a_class_that_is_not_the_default_is_sent(tmp_path: Path, recorded: Recorded) -> None:
