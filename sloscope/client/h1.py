@@ -53,17 +53,21 @@ class Origin(NamedTuple):
 
 def parse_url(text: str, field: str = "--url") -> Origin:
     """`http://host:port`, with or without a path. A bare `host:port` or `port` means http."""
+    accepted = "accepted: http://HOST:PORT or https://HOST:PORT/PATH"
     whole = text if "://" in text else f"http://{'127.0.0.1:' if text.isdigit() else ''}{text}"
     try:
         parts = urlsplit(whole)
-        port = parts.port
-    except ValueError:
-        port, parts = None, urlsplit("")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{field}: {text!r} is not accepted; accepted: http://HOST:PORT or https://HOST:PORT/PATH")
-    return Origin(
-        parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")
-    )
+        port, host = parts.port, (parts.hostname or "").encode("idna").decode()
+    except ValueError:  # UnicodeError, which idna raises, among them
+        parts, port, host = urlsplit(""), None, ""
+    if "@" in parts.netloc or (not host and "@" in text):
+        # A message may end up in a log, so it does not repeat them.
+        raise ConfigError(f"{field}: must not carry credentials; {accepted}")
+    is_word = parts.path.isascii() and not any(c.isspace() for c in text)
+    is_origin = parts.scheme in ("http", "https") and host and port != 0 and not (parts.query or parts.fragment)
+    if not (is_word and is_origin):
+        raise ConfigError(f"{field}: {text!r} is not accepted; {accepted}")
+    return Origin(parts.scheme, host, port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/"))
 
 
 class Connection(asyncio.Protocol):

@@ -92,10 +92,29 @@ def test_urls_as_people_type_them(text: str, origin: Origin) -> None:
     assert parse_url(text) == origin
 
 
-@pytest.mark.parametrize("text", ["", "ftp://x", "http://", "http://h:port", "http://h:1?x=1", "http://h:99999"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "ftp://x", "http://", "http://h:port", "http://h:1?x=1", "http://h:99999", "http://h:0", "http://h/a b",
+        "http://h/ä", "http://a..b", "a..b:80", f"http://{'a' * 64}.b",
+    ],
+)  # fmt: skip
 def test_what_is_no_url_is_refused_with_its_text(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--url: .* is not accepted; accepted: http"):
         parse_url(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["http://user:secret@h:1", "user:secret@h", "http://user:sec/ret@h", "http://secret@a..b"]
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--receipts: must not carry credentials; accepted: http") as refused:
+        parse_url(text, "--receipts")
+    assert "sec" not in str(refused.value)
+
+
+def test_a_host_beyond_ascii_is_asked_for_as_idna_spells_it() -> None:
+    assert parse_url("http://bücher.example").netloc == "xn--bcher-kva.example"
 
 
 def test_the_host_header_names_a_port_only_where_it_is_not_the_schemes() -> None:
