@@ -79,9 +79,21 @@ def row_of(request: Request) -> Row:
         for observer in reversed(records.OBSERVERS):
             lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
             if lost:
-                row.waste_tokens = sum(_tokens(observer, side, events_of(side))[0] or 0 for side in lost)
+                wasted = [_lost_tokens(observer, side) for side in lost]
+                known = [tokens for tokens in wasted if tokens is not None]
+                row.waste_tokens = sum(known) if len(known) == len(wasted) else None
                 break
     return row
+
+
+def _lost_tokens(observer: str, side: Side) -> int | None:
+    """Output tokens of an attempt that lost. Without a count and without an event nothing is known: its server may have
+    computed, and a 0 would make the hedge look free.
+    """
+    events = events_of(side)
+    if "output_tokens" not in (side.end or {}) and not events.t_ns:
+        return None
+    return _tokens(observer, side, events)[0]
 
 
 def _tokens(observer: str, side: Side, events: Events) -> tuple[int | None, str | None]:

@@ -4,6 +4,8 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from queries.compaction import compact
 from queries.runner import Session
 from sloscope import contract as contracts
@@ -241,7 +243,28 @@ def test_of_two_attempts_that_did_not_complete_the_row_shows_the_one_that_ended_
         write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS], attempt=1, end=left, end_ns=30 * MS)
     compact(tmp_path)
     row = one(tmp_path, "sidecar_outcome, sidecar_reason, sidecar_events, hedge_waste_tokens")
-    assert row == ("cancelled", "disconnect", 1, 0)
+    assert row == ("cancelled", "disconnect", 1, None)  # nobody counted what the first one had
+
+
+LOSERS = {  # end of the attempt that lost, receipts of it → waste
+    "counted": ({"output_tokens": 3}, [], 3),
+    "counted as none": ({"output_tokens": 0}, [], 0),
+    "received, not counted": ({}, [6 * MS, 7 * MS], 2),
+    "neither": ({}, [], None),
+    "lost with its recorder": ({"outcome": "unfinished", "reason": "recorder_lost"}, [], None),
+    "a whole answer without usage": ({"outcome": "completed", "reason": ""}, [], None),
+}
+
+
+@pytest.mark.parametrize("name", LOSERS)
+def test_the_waste_of_a_hedge_is_zero_only_where_it_is_known_to_be(tmp_path: Path, name: str) -> None:
+    said, receipts, waste = LOSERS[name]
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        lost = {"outcome": "cancelled", "reason": "voluntary"} | said
+        write_request(sidecar, "sidecar", new_id(1), 0, receipts, attempt=0, end=lost, end_ns=9 * MS)
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS, 30 * MS], attempt=1, end_ns=30 * MS)
+    compact(tmp_path)
+    assert one(tmp_path, "sidecar_events, hedge_waste_tokens") == (2, waste)
 
 
 def test_two_dead_engines_that_ran_a_hedge_are_both_closed(tmp_path: Path) -> None:
