@@ -34,7 +34,13 @@ class _Target(Protocol):
 
 
 class ReceiptPoster:
-    def __init__(self, control: Origin, target: _Target, clock_id: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, control: Origin, target: _Target, clock_id: str, tls: ssl.SSLContext | None = None, token: str = ""
+    ) -> None:
+        """`token`: the bearer token that the control plane asks for; "": none."""
+        self._headers = {"content-type": "application/json"}
+        if token:
+            self._headers["authorization"] = f"Bearer {token}"
         self._pool = Pool(control, tls)
         self._model = target.model
         self._clock_id = clock_id
@@ -83,7 +89,7 @@ class ReceiptPoster:
                     self._pool,
                     "POST",
                     "/v1/receipts",
-                    {"content-type": "application/json"},
+                    self._headers,
                     orjson.dumps({"receipts": batch}),
                     timeout_s=5.0,
                 )

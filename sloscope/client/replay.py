@@ -201,6 +201,7 @@ class Replay:
         seed: int = 0,
         conduct: Conduct | None = None,
         receipts: Origin | None = None,
+        receipts_token: str = "",
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.tally = Tally(scheduled=len(schedule.requests))
@@ -226,7 +227,11 @@ class Replay:
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
         self.next_due_ns = _NEVER_NS
-        self._poster = ReceiptPoster(receipts, target, self._log.clock.clock_id, tls) if receipts is not None else None
+        self._poster = (
+            ReceiptPoster(receipts, target, self._log.clock.clock_id, tls, receipts_token)
+            if receipts is not None
+            else None
+        )
 
     @property
     def open(self) -> int:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -49,6 +49,7 @@ class Job:
     seed: int
     conduct: Conduct
     receipts: Origin | None = None
+    receipts_token: str = field(default="", repr=False)
 
     def replay(self, schedule: Schedule) -> Replay:
         return Replay(
@@ -60,6 +61,7 @@ class Job:
             seed=self.seed,
             conduct=self.conduct,
             receipts=self.receipts,
+            receipts_token=self.receipts_token,
         )
 
 

@@ -265,6 +265,9 @@ def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path
         ([TEN, *GOODPUT, "--processes", "0"], "--processes: '0' is not accepted; accepted: 1 to 256, or auto"),
         ([TEN, *GOODPUT, "--processes", "many"], "--processes: 'many'"),
         ([TEN, *GOODPUT, "--format-trace", "weka"], "--format-trace: 'weka'"),
+        ([TEN, *GOODPUT, "--token-file", "t"], "--token-file: is for --receipts alone"),
+        ([TEN, *GOODPUT, "--receipts", "9464", "--token-file", "/no/such"], "--token-file: '/no/such' cannot be read"),
+        ([TEN, *GOODPUT, "--receipts", "9464", "--token-file", os.devnull], "--token-file: '/dev/null' is empty"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], said: str) -> None:
@@ -280,6 +283,36 @@ def test_a_header_is_sent_and_never_recorded(tmp_path: Path) -> None:
         assert all(asked.headers["authorization"] == "Bearer s3cret" for asked in server.asked)
     assert done.returncode == 0
     assert all(b"s3cret" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize(("by_file", "processes"), [(True, "1"), (False, "2")])
+def test_receipts_carry_the_token_of_the_control_plane_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_file: bool, processes: str
+) -> None:
+    async def control(asked: Asked, reply: Reply) -> None:
+        if asked.headers.get("authorization") == "Bearer s3cret":
+            await reply.json(200, {"accepted": len(asked.json["receipts"]), "rejected": []})
+        else:
+            await reply.json(401, {"error": {"message": "authorization"}})
+
+    token, events = tmp_path / "token", tmp_path / "events"
+    token.write_text("s3cret\n")
+    monkeypatch.setenv("SLOSCOPE_TOKEN", "another" if by_file else "s3cret")
+    with SseServer(tokens(1)) as server, SseServer(control) as plane:
+        arguments = ["--url", server.url, "--receipts", plane.url, "--events", str(events), "--processes", processes]
+        done = replayed(TEN, *arguments, *GOODPUT, *(["--token-file", str(token)] if by_file else []))
+        assert sum(len(asked.json["receipts"]) for asked in plane.asked) == 10
+        assert all("authorization" not in asked.headers for asked in server.asked)
+    assert done.returncode == 0 and "could not be posted" not in done.stderr
+    assert "s3cret" not in done.stdout + done.stderr
+    assert all(b"s3cret" not in path.read_bytes() for path in events.rglob("*") if path.is_file())
+
+
+def test_a_token_that_is_no_header_value_is_one_line_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOSCOPE_TOKEN", "s3cret\r\nx: y")
+    done = sloscope("replay", TEN, *GOODPUT, "--receipts", "9464", "--dry-run")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "SLOSCOPE_TOKEN: accepted: one line of printable ASCII" in done.stderr and "s3cret" not in done.stderr
 
 
 def test_an_events_directory_of_another_contract_is_refused(tmp_path: Path) -> None:
