@@ -18,6 +18,7 @@ import orjson
 import uvloop
 
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
+from exporter.exchange import Gathering
 from exporter.framing import MessageError
 from exporter.hedging import Hedges, init_series, parse_hedge_after
 from exporter.observation import PROBLEMS, Observation, Watch
@@ -54,6 +55,7 @@ class DataPlane:
         self.hedges: Hedges | None = None
         if settings.hedge_after:
             self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)
+        self.gathering = Gathering()
         self.clients: set[ClientConnection] = set()
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False

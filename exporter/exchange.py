@@ -30,8 +30,28 @@ if TYPE_CHECKING:
     from exporter.data_plane import DataPlane
 
 _UPLOAD_BUFFER = 256 << 10  # bytes of a body that is not looked at, while the upstream is not connected yet
+_MOST_GATHERED = 64 << 20  # bytes of all bodies that are to be read whole and are not complete
 _LAST_CHUNK = b"0\r\n\r\n"
 ID_HEADER = b"x-sloscope-request-id"
+
+
+class Gathering:
+    """Bodies under way that are to be read whole. Together they are bounded, and where they would be more the largest
+    gives way: a few clients that never finish must not keep the others from being read.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._sizes: dict[Exchange, int] = {}
+
+    def add(self, exchange: Exchange, size: int) -> None:
+        self._sizes[exchange] = self._sizes.get(exchange, 0) + size
+        self.bytes += size
+        while self.bytes > _MOST_GATHERED:
+            max(self._sizes, key=self._sizes.__getitem__).pass_unread()
+
+    def drop(self, exchange: Exchange) -> None:
+        self.bytes -= self._sizes.pop(exchange, 0)
 
 
 class Exchange:
@@ -136,11 +156,12 @@ class Exchange:
             self._raw.append(raw)
             self._payload.append(payload)
             self._raw_bytes += used
-            if self._raw_bytes > self.plane.settings.inspect_limit and not self._head.body.complete:
-                # Too large to look at: from here on it streams.
-                self._gathering = False
-                self._payload = []
-                self._dispatch(None, None)
+            if not self._head.body.complete:
+                if self._raw_bytes > self.plane.settings.inspect_limit:
+                    self.pass_unread()
+                else:
+                    copied = len(payload) if isinstance(self._head.body, Chunked) else 0
+                    self.plane.gathering.add(self, used + copied)
         elif leader is not None and leader.sent and leader.connection is not None:
             leader.connection.upload(raw)
         else:
@@ -152,6 +173,12 @@ class Exchange:
             self._client.resume_reading()
             self._request_complete(now)
         return used
+
+    def pass_unread(self) -> None:
+        """Too large to look at: from here on it streams."""
+        self._gathering = False
+        self._payload = []
+        self._dispatch(None, None)
 
     def _request_complete(self, now: int) -> None:
         self._whole_ns = now
@@ -167,6 +194,7 @@ class Exchange:
     def _dispatch(self, body: bytes | None, body_complete_ns: int | None) -> None:
         """Begins the record and looks for a connection, both at once; the request is sent when both are there."""
         self._dispatched = True
+        self.plane.gathering.drop(self)
         asked = self._read(body)
         pool = self.plane.upstreams.choose()
         assert pool is not None
@@ -482,6 +510,7 @@ class Exchange:
 
     def _close(self, keep_upstream: bool) -> None:
         self.over = True
+        self.plane.gathering.drop(self)
         for attempt in self._attempts:
             attempt.close(keep_upstream)
 
