@@ -109,7 +109,7 @@ class Tally:
     retries_not_sent: int = 0  # due after the run's end
     slow_readers: int = 0
     own_limit: int = 0  # requests that this process had no descriptor or port for
-    late_begins: int = 0  # requests that left before their begin was on disk, after 5 ms
+    late_begins: int = 0  # requests that left before their begin was on disk
     records_lost: int = 0
     receipts_failed: int = 0
     receipts_error: str = ""
@@ -375,7 +375,8 @@ class Replay:
         tally.sent += 1
         tally.retries += number > 0
         tally.slow_readers += planned.slow_reader
-        tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS
+        # Behind a begin that is late nobody waits, and its own is not on disk either.
+        tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS or self._log._late_begin.locked()
         tally.dispatch_lag_ns.append(leaves_ns - intended_ns)
         if tally.first_send_offset_ns is None:
             tally.first_send_offset_ns = leaves_ns - self._t0_ns

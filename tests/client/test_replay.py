@@ -119,6 +119,24 @@ def test_what_a_slow_disk_takes_is_dispatch_lag_and_no_send_waits_for_more_than_
     assert all(lag - own >= 5 * MS for lag, own in zip(tally.dispatch_lag_ns, in_journal, strict=True))
 
 
+def test_every_request_that_leaves_while_the_disk_is_silent_is_counted(
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, silent = Writer.write, [True]
+
+    def once_silent(self: Writer, batch: list[Record]) -> None:
+        if silent and silent.pop():
+            time.sleep(1)
+        write(self, batch)
+
+    monkeypatch.setattr(Writer, "write", once_silent)
+    tally, server = run(constant(20, 50.0), tokens(1), tmp_path)
+    assert (len(server.asked), tally.outcomes["completed"], tally.records_lost) == (20, 20, 0)
+    # 20 at 50 requests/s are through in 0.4 s; those that had not waited themselves are late too.
+    assert tally.late_begins == 20
+    assert len(recorded(tmp_path)["begin"]) == len(recorded(tmp_path)["end"]) == 20
+
+
 def test_a_class_that_is_not_the_default_is_sent(tmp_path: Path, recorded: Recorded) -> None:
     contract = contracts.parse(
         'version = 1\ndefault_class = "chat"\n[classes.chat]\nttft = "1s"\n[classes.bulk]\ne2e = "9s"\n'
