@@ -132,7 +132,7 @@ REQUESTS: tuple[Column, ...] = (
     Column(
         "hedge_waste_tokens",
         "BIGINT",
-        "output tokens of losing attempts: the engine's count, else as received; NULL when there was one attempt",
+        "output tokens of losing attempts: the engine's count, else as received; NULL with one attempt, or if unknown",
     ),
 )  # fmt: skip
 

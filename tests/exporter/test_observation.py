@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 import pytest
 
-from exporter import exchange, families, observation
+from exporter import exchange, observation
 from sloscope import recorder
 from sloscope.ids import new_request_id
 from sloscope.journal import Tail, journal_files, read_journal
@@ -46,7 +46,6 @@ e2e = "5s"
 streaming = "optional"
 """
 PROBLEMS = "sloscope_parse_problems_total"
-LOST = ("unfinished", "recorder_lost")
 
 
 def test_begin_is_on_disk_before_the_upstream_gets_its_first_byte(
@@ -565,97 +564,6 @@ def test_a_request_that_was_not_read_may_have_streamed_and_is_held_to_every_limi
             (begin,) = b.records("begin")
             assert not {"streaming", "n_choices"} & begin.keys()  # unknown is left out, never false
             assert b.total("sloscope_sidecar_contract_misses_total", obligation="ttft") == 1
-
-    run(test())
-
-
-def test_what_the_observer_raises_is_counted_and_the_stream_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("secret text of a prompt")
-
-    async def test() -> None:
-        async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
-            for method in ("received", "begin", "response_started", "ended"):
-                with monkeypatch.context() as patch:
-                    patch.setattr(observation.Observation, method, broken)
-                    assert (await b.ask()).body == chunked(event(), finish(), DONE)
-            assert b.total(PROBLEMS, problem="observer_error") >= 4
-
-    run(test())
-    printed = capsys.readouterr().err
-    assert "ZeroDivisionError" in printed and "secret" not in printed
-
-
-def raising(*_: object, **__: object) -> Any:
-    raise ZeroDivisionError
-
-
-BREAKS = {  # where it raises → the end, and how many receipts the journal has
-    "the receipts cannot be recorded": (observation.StreamRecord, "chunks", LOST, 0),
-    "the outcome cannot be told": (observation.StreamRecord, "classify", LOST, 2),
-    "what the stream says cannot be told": (observation.StreamRecord, "ended", LOST, 2),
-    "the request cannot be summarised": (observation.StreamRecord, "summary", LOST, 2),
-    "its gaps cannot be counted": (families, "event_gaps_ns", ("completed", ""), 2),
-}
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_whatever_raises_at_its_end_the_request_ends_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    owner, broken, (outcome, reason), receipts = BREAKS[name]
-
-    async def test() -> None:
-        async with bench(tmp_path, answering(event(), event(), finish(), DONE)) as b:
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, broken, raising)
-                assert (await b.ask()).body == chunked(event(), event(), finish(), DONE)
-                assert await b.end() == (outcome, reason)
-            assert b.check_identity() == 1
-            assert b.total("sloscope_sidecar_inflight_requests") == 0
-            assert b.total("sloscope_sidecar_requests_total", outcome=outcome, reason=reason) == 1
-            assert b.total(PROBLEMS, problem="observer_error") == 1
-            assert sum(len(chunks["t_ns"]) for chunks in b.records("chunks")) == receipts
-            assert not b.plane.watch.active
-            await b.ask()
-            assert [end["outcome"] for end in await b.ends(2)] == [outcome, "completed"]
-
-    run(test())
-
-
-def test_a_request_that_cannot_be_read_is_offered_once_and_ends_as_its_answer_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def test() -> None:
-        async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
-            with monkeypatch.context() as patch:
-                patch.setattr(observation, "_count", raising)
-                await b.ask(b'{"model":"m","stream":true}')
-            assert await b.end() == ("completed", "")
-            (begin,) = b.records("begin")
-            assert begin["limits"] and begin["arrived_ns"] and "model" not in begin
-            assert b.check_identity() == 1
-            assert b.total("sloscope_sidecar_requests_total", outcome="completed") == 1
-            assert b.total("sloscope_sidecar_inflight_requests") == 0
-            assert b.total(PROBLEMS, problem="observer_error") == 1
-
-    run(test())
-
-
-@pytest.mark.parametrize(("sent", "recorded"), [("12", 12), ("²", None), ("1234567890", None), ("-1", None)])
-def test_a_stop_after_that_is_no_small_number_is_left_out(tmp_path: Path, sent: str, recorded: int | None) -> None:
-    async def test() -> None:
-        async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
-            client = await b.connect()
-            asking = request(b'{"model":"m","stream":true}', "x-sloscope-stop-after: @")
-            await client.send(asking.replace(b"@", sent.encode("latin-1")))
-            await b.ends()
-            await client.close()
-            (begin,) = b.records("begin")
-            assert (begin["model"], begin.get("stop_after")) == ("m", recorded)
-            assert b.total(PROBLEMS, problem="observer_error") == 0
 
     run(test())
 

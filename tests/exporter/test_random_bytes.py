@@ -198,7 +198,8 @@ def test_whatever_an_upstream_answers_another_client_reads_what_comes_down(answe
                     reader.receive_data(got)
                     while reader.next_event() not in (h11.NEED_DATA, h11.PAUSED) and reader.their_state is not h11.DONE:
                         pass
-                    assert reader.trailing_data[0] == b"", got
+                    if reader.their_state is h11.DONE:  # else it still holds what it cannot read yet
+                        assert reader.trailing_data[0] == b"", got
                 assert (await b.ask(b"{}", f"number: {len(answers)}")).status == 200
                 assert b.check_identity() == len(answers) + 1
 
