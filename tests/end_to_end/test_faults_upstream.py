@@ -69,7 +69,9 @@ def test_an_upstream_killed_at_every_point_of_a_request_fails_its_own_requests_o
 
 
 def test_an_upstream_killed_between_two_requests_of_a_connection_costs_no_request(tmp_path: Path) -> None:
-    kills = 8
+    """But for one that the dying process had accepted on a new connection: it may have been begun, so it is not sent
+    again, and its client sees a 502."""
+    kills, cut = 8, 0
     with rig(tmp_path) as r, r.unharmed():
         for _ in range(kills):
             bad = r.bad("dies_when_idle")
@@ -77,8 +79,12 @@ def test_an_upstream_killed_between_two_requests_of_a_connection_costs_no_reques
             # the closed connection or the closed port.
             answers = ask_many(r.proxy, 1) + ask_many(r.proxy, AT_ONCE)
             assert bad.process.wait(10) == -signal.SIGKILL
-            assert all(each.is_whole for each in answers), [each.raw for each in answers if not each.is_whole]
-        assert set(r.ends()) == {COMPLETED}
+            broken = [each.raw for each in answers if not each.is_whole]
+            assert all(b" 502 " in raw and b"closed the connection without an answer" in raw for raw in broken), broken
+            cut += len(broken)
+        ends = r.ends()
+        assert sum(count for end, count in ends.items() if end != COMPLETED) == cut, ends
+        assert cut <= kills // 2, f"{cut} of {kills * (1 + AT_ONCE)} requests were not answered"
 
 
 def test_an_upstream_that_never_answers_is_left_when_its_client_leaves(tmp_path: Path) -> None:
