@@ -10,7 +10,9 @@ from pathlib import Path
 
 
 def options_of(asked: argparse.Namespace) -> dict[str, object]:
-    return {"options": {name: str(value) for name, value in vars(asked).items()}}
+    """Of a path its last part: where things lie on this machine says nothing."""
+    shown = {name: value.name if isinstance(value, Path) else str(value) for name, value in vars(asked).items()}
+    return {"options": shown}
 
 
 def save(path: Path | None, benchmark: str, rows: Mapping[str, object], **about: object) -> None:
