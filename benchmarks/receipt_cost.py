@@ -30,7 +30,6 @@ from sloscope.output import FORMATS, print_rows
 MS = 1_000_000
 CONTRACT = contract.from_shorthand("ttft:300 itl_max:100")
 LABELS = ("default", "model", "tenant")
-SIDES = ("sloscope", "observe", "observe_bound")
 
 
 def answers(requests: int, events: int, seed: int) -> list[list[int]]:

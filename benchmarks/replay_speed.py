@@ -16,19 +16,19 @@ of a local cache (HF_HOME): `--aiperf-python PATH --guidellm-python PATH --token
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.kept import options_of, save
 from benchmarks.sidecar_speed import on_core
+from benchmarks.streaming import proxies
 from sloscope.definitions import nearest_rank
 from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.output import FORMATS, message, print_rows
@@ -68,21 +68,6 @@ class Truth(NamedTuple):
 
 
 Client = Callable[[str, Load, int, Path], list[Seen]]
-
-
-@contextmanager
-def source(load: Load, log: Path) -> Iterator[str]:
-    command = [
-        sys.executable, "-m", "benchmarks.streaming.source", "--events", str(load.events), "--log", str(log),
-        "--rate", str(load.events_per_s), "--ttft-ms", str(load.ttft_ms), "--pause-ms", str(load.pause_ms),
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        yield process.stderr.readline().split()[-1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 def sloscope(core: int | None) -> Client:
@@ -157,15 +142,14 @@ def measure(client: Client, load: Load, seconds: float, core: int | None) -> Row
     requests = load.requests(seconds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with on_core(core):
-            serving = source(load, folder / "stamps.jsonl")
-            url = serving.__enter__()
-        try:
+        log = folder / "stamps.jsonl"
+        options = ["--log", str(log), "--ttft-ms", str(load.ttft_ms), "--pause-ms", str(load.pause_ms)]
+        with ExitStack() as stack:
+            with on_core(core):
+                url = stack.enter_context(proxies.source(load.events, load.events_per_s, *options))
             seen = client(url, load, requests, folder)
-        finally:
-            serving.__exit__(None, None, None)
         truth: dict[str, Truth] = {}
-        for line in (folder / "stamps.jsonl").read_text().splitlines():
+        for line in log.read_text().splitlines():
             row = json.loads(line)
             sent = row["sent_ns"]
             told = Truth(row["arrived_ns"], sent[0] - row["arrived_ns"], largest(sent) or 0)

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.kept import options_of, save
-from benchmarks.sidecar_speed import source
 from benchmarks.streaming import proxies
 from sloscope.definitions import nearest_rank
 from sloscope.output import FORMATS, print_rows
@@ -75,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = round((asked.seconds + 2) * asked.rate)
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        url = stack.enter_context(source(asked, events))
+        url = stack.enter_context(proxies.source(events, asked.rate))
         side = stack.enter_context(proxies.sidecar(url, folder))
         for number in range(asked.tenants):
             ask_as(side.url, f"tenant-{number}")

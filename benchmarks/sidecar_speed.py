@@ -4,8 +4,8 @@ A source streams through one proxy at a time to a sink; both stamp every event o
 source's write to the read that completed the event at the sink. Events of the measured seconds count, after the streams
 have opened. Sides take turns in every round; figures are medians of the rounds, ratios medians of the ratios to nginx
 within a round. CPU is of all processes of a side (of the sidecar: supervisor, data plane and control plane, which
-is scraped once a second), per event that reached the sink. `recorded`: receipts in the sidecar's journal for each
-event that the sink received. On a machine with two cores or more the proxy has one for itself.
+is scraped every --scrape-every), per event that reached the sink. `recorded`: receipts in the sidecar's journal for
+each event that the sink received. On a machine with two cores or more the proxy has one for itself.
 
 `python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
 """
@@ -13,7 +13,6 @@ event that the sink received. On a machine with two cores or more the proxy has 
 import argparse
 import contextlib
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -82,27 +81,15 @@ def on_core(core: int | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-@contextlib.contextmanager
-def source(asked: argparse.Namespace, events: int) -> Iterator[str]:
-    command = [sys.executable, "-m", "benchmarks.streaming.source", "--events", str(events), "--rate", str(asked.rate)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        yield process.stderr.readline().split()[-1]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
-
-
 class Scraper(threading.Thread):
     """Prometheus, as far as the sidecar is concerned."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, every_s: float) -> None:
         super().__init__(daemon=True)
-        self._url, self._over = url, threading.Event()
+        self._url, self._every_s, self._over = url, every_s, threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(1):
+        while not self._over.wait(self._every_s):
             with contextlib.suppress(OSError), urllib.request.urlopen(self._url, timeout=5) as answer:
                 answer.read()
 
@@ -118,14 +105,14 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         with on_core(cores[0]):
-            url = stack.enter_context(source(asked, events))
+            url = stack.enter_context(proxies.source(events, asked.rate))
         with on_core(cores[1]):
             side = stack.enter_context(start(url, folder))
         pids = descendants(side.pid) if side.pid else []
         with urllib.request.urlopen(f"{side.url}/v1/models", timeout=30) as answer:
             answer.read()
-        if side.control:
-            scraper = Scraper(f"{side.control}/metrics")
+        if side.control and asked.scrape_every:
+            scraper = Scraper(f"{side.control}/metrics", asked.scrape_every)
             scraper.start()
             stack.callback(scraper.stop)
         out = folder / "received"
@@ -200,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=50, help="events per second of a stream (default: 50)")
     parser.add_argument("--seconds", type=float, default=10, help="measured, of each side and round (default: 10)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
+    parser.add_argument("--scrape-every", type=float, default=1, help="seconds; 0: never (default: 1)")
     parser.add_argument("--sides", nargs="+", default=["direct", "nginx", "haproxy", "sidecar", "starlette"])
     parser.add_argument("--litellm-python", type=Path, help="interpreter of an installation with litellm[proxy]")
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")

@@ -108,6 +108,19 @@ def _configured(name: str, text: str, suffix: str, upstream: str, folder: Path) 
 
 
 @contextmanager
+def source(events: int, rate: float, *options: str) -> Iterator[str]:
+    """The URL of a source whose answers have so many events, so many a second."""
+    command = [sys.executable, "-m", "benchmarks.streaming.source", "--events", str(events), "--rate", str(rate)]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        yield process.stderr.readline().split()[-1]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
 def direct(upstream: str, folder: Path) -> Iterator[Side]:
     yield Side("direct", upstream, 0)
 
