@@ -20,6 +20,7 @@ from exporter.settings import (
     parse_upstream,
     tls_context,
 )
+from sloscope import bearer_token
 from sloscope import contract as contracts
 from sloscope.client import contract_file
 from sloscope.errors import ConfigError, ContractError
@@ -27,7 +28,6 @@ from sloscope.output import message
 from sloscope.units import parse_address, parse_duration_ns
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
-_TOKEN_VARIABLE = "SLOSCOPE_TOKEN"
 _FASTEST_POLL_NS = 100_000_000
 
 
@@ -84,7 +84,7 @@ def sidecar(
     ] = None,
     ca_file: Annotated[str, typer.Option(help="Certificates to trust for https upstreams, PEM.")] = "",
     token_file: Annotated[
-        str, typer.Option(help=f"File with the bearer token of the control address; or set {_TOKEN_VARIABLE}.")
+        str, typer.Option(help=f"File with the bearer token of the control address; or set {bearer_token.VARIABLE}.")
     ] = "",
 ) -> None:
     """Run the sidecar: forward, stamp, record, expose."""
@@ -95,12 +95,12 @@ def sidecar(
     for url in upstream:
         parse_upstream(url)
     text, is_shorthand = _contract_text(contract, goodput)
-    token = _token(token_file)
+    token = bearer_token.read(token_file)
     listen_at, control_at = parse_address(listen, "--listen"), parse_address(control, "--control")
     if not token and not _is_loopback(control_at[0]):
         raise ConfigError(
             f"--control: {control!r} is not a loopback address; accepted with a token only: --token-file or"
-            f" {_TOKEN_VARIABLE}"
+            f" {bearer_token.VARIABLE}"
         )
     _check_ca_file(ca_file)
     drain_ns = parse_duration_ns(drain, "--drain")
@@ -189,18 +189,6 @@ def _keep_contract(text: str, is_shorthand: bool, source: Path | None, events: P
         contract_file.keep(promised, source, events)
     except ContractError as error:
         message(f"questions will need --contract or --goodput: {error}")
-
-
-def _token(path: str) -> str:
-    if not path:
-        return os.environ.get(_TOKEN_VARIABLE, "").strip()
-    try:
-        token = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"--token-file: {path!r} cannot be read") from None
-    if not token:
-        raise ConfigError(f"--token-file: {path!r} is empty")
-    return token
 
 
 def _is_loopback(host: str) -> bool:

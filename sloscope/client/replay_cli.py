@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 import typer
 
+from sloscope import bearer_token
 from sloscope import contract as contracts
 from sloscope.client import contract_file, replay_processes, replay_report, schedule, traces
 from sloscope.client.h1 import Origin, parse_url
@@ -27,7 +27,6 @@ from sloscope.units import NS_PER_S, parse_duration_ns
 OWNER = "sloscope"  # what our reference server says as owned_by of its models
 MAX_RETRIES = 20
 MAX_PROCESSES = 256
-_TOKEN_VARIABLE = "SLOSCOPE_TOKEN"  # as the sidecar spells it
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 app = typer.Typer(add_completion=False)
@@ -104,7 +103,7 @@ def replay(
     ),
     receipts: str | None = typer.Option(None, "--receipts", help="Control plane of a sidecar to post receipts to."),
     token_file: str = typer.Option(
-        "", "--token-file", help=f"File with the bearer token of that control plane; or set {_TOKEN_VARIABLE}."
+        "", "--token-file", help=f"File with the bearer token of that control plane; or set {bearer_token.VARIABLE}."
     ),
     header: list[str] = typer.Option([], "--header", help="'NAME: VALUE' sent with every request; never recorded."),
     processes: str = typer.Option(
@@ -132,7 +131,7 @@ def replay(
     control = parse_url(receipts, "--receipts") if receipts is not None else None
     if token_file and control is None:
         raise ConfigError("--token-file: is for --receipts alone; accepted: with --receipts URL")
-    token = _token(token_file) if control is not None else ""
+    token = bearer_token.read(token_file) if control is not None else ""
     drain_ns = parse_duration_ns(drain, "--drain") if drain is not None else _drain_ns(promised)
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit: {limit!r} is not accepted; accepted: 1 or more requests")
@@ -274,19 +273,6 @@ def _headers(texts: list[str]) -> dict[str, str]:
             raise ConfigError(f"--header: {name[:40]!r} is not accepted; accepted: 'NAME: VALUE' in printable ASCII")
         headers[name.strip().lower()] = value.strip()
     return headers
-
-
-def _token(path: str) -> str:
-    """Of the control plane; "" for none. No message repeats it."""
-    try:
-        token = (Path(path).read_text(encoding="utf-8") if path else os.environ.get(_TOKEN_VARIABLE, "")).strip()
-    except (OSError, UnicodeDecodeError):
-        raise ConfigError(f"--token-file: {path!r} cannot be read; accepted: a text file with the token") from None
-    if path and not token:
-        raise ConfigError(f"--token-file: {path!r} is empty; accepted: a text file with the token")
-    if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{'--token-file' if path else _TOKEN_VARIABLE}: accepted: one line of printable ASCII")
-    return token
 
 
 def _versioned(origin: Origin) -> Origin:
