@@ -227,12 +227,12 @@ def make_app(front_end: FrontEnd) -> FastAPI:
 
     @app.post("/faults", response_model=None)
     async def faults(request: Request) -> Response:
-        """{"stall_ms": 200}: the next step takes that much more."""
+        """{"stall_ms": 200}: the next step takes that much more. With "decoding": true, the next that decodes."""
         if request.client is None or request.client.host not in _LOOPBACK:
             raise ApiError(403, "faults: only from the loopback address")
         if not front_end.allow_faults:
             raise ApiError(403, "faults: are off; accepted: only with sloscope serve --allow-faults")
-        front_end.stall(_stall_ns(await request.body()))
+        front_end.stall(*_stall(await request.body()))
         return _json(200, {"status": "ok"})
 
     @app.exception_handler(ApiError)
@@ -247,16 +247,24 @@ def make_app(front_end: FrontEnd) -> FastAPI:
     return app
 
 
-def _stall_ns(body: bytes) -> int:
-    accepted = f'accepted: {{"stall_ms": a number above 0, at most {MAX_DELAY_NS // 1_000_000}}}'
+def _stall(body: bytes) -> tuple[int, bool]:
+    """Nanoseconds, and whether only a step that decodes is to be stalled."""
+    accepted = (
+        f'accepted: {{"stall_ms": a number above 0, at most {MAX_DELAY_NS // 1_000_000}}}, '
+        'beside it "decoding": true or false'
+    )
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError:
         raise ApiError(400, f"body: not JSON; {accepted}") from None
-    stall_ms = document.get("stall_ms") if isinstance(document, dict) and len(document) == 1 else None
+    if not isinstance(document, dict) or not document.keys() <= {"stall_ms", "decoding"}:
+        raise ApiError(400, f"body: {shown(document)} is not accepted; {accepted}")
+    stall_ms, decoding = document.get("stall_ms"), document.get("decoding", False)
     if not isinstance(stall_ms, (int, float)) or isinstance(stall_ms, bool) or not 0 < stall_ms * 1e6 <= MAX_DELAY_NS:
         raise ApiError(400, f"stall_ms: {shown(stall_ms)} is not accepted; {accepted}", param="stall_ms")
-    return round(stall_ms * 1e6)
+    if not isinstance(decoding, bool):
+        raise ApiError(400, f"decoding: {shown(decoding)} is not accepted; {accepted}", param="decoding")
+    return round(stall_ms * 1e6), decoding
 
 
 def _json(status: int, body: Any) -> Response:

@@ -57,6 +57,7 @@ class Engine:
         self._late_refusals = scheduler.policies.admission.late_refusals
         self._step_id = 0
         self._stall_next_ns = 0
+        self._stall_decode_ns = 0
         self._drained_ns = 0
         self._ran = False
 
@@ -95,7 +96,10 @@ class Engine:
                     for key, tokens in message["rows"]:
                         self.scheduler.delivered(key, tokens, now_ns)
                 case "stall":
-                    self._stall_next_ns += message["ns"]
+                    if message["decoding"]:
+                        self._stall_decode_ns += message["ns"]
+                    else:
+                        self._stall_next_ns += message["ns"]
                 case "drain":
                     self._send_metrics()
                 case op:
@@ -176,10 +180,10 @@ class Engine:
 
     def _delay(self, plan: StepPlan) -> str | None:
         """Faults that fall into this step: time passes here, for the whole batch."""
-        delay_ns, names = self._stall_next_ns, []
-        if delay_ns:
-            names.append(f"stall={format_ns(delay_ns)}")
-            self._stall_next_ns = 0
+        delay_ns, self._stall_next_ns = self._stall_next_ns, 0
+        if plan.decodes:
+            delay_ns, self._stall_decode_ns = delay_ns + self._stall_decode_ns, 0
+        names = [f"stall={format_ns(delay_ns)}"] if delay_ns else []
         for request, item in zip(plan.requests, plan.items, strict=True):
             if request.fault is not None and item.sample:
                 more_ns, name = request.fault.delay_ns(len(request.output) + 1)

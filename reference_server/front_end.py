@@ -296,8 +296,9 @@ class FrontEnd:
         self._send({"op": "finish", "key": live.key})
         live.ended = True
 
-    def stall(self, ns: int) -> None:
-        self._send({"op": "stall", "ns": ns})
+    def stall(self, ns: int, decoding: bool = False) -> None:
+        """The next step takes that much more; with `decoding`, the next that decodes."""
+        self._send({"op": "stall", "ns": ns, "decoding": decoding})
 
     def close(self, live: Live) -> None:
         """The request has its end. The engine is told if it does not know: whatever happened, it runs no further."""

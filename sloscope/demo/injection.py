@@ -35,7 +35,7 @@ class Injection(threading.Thread):
         start = time.monotonic() + REPLAY_STARTS_S
         give_up_at = start + GIVE_UP_AT * self._seconds
         _sleep_until(start + STALL_AT * self._seconds)
-        body = json.dumps({"stall_ms": self.stall_ms}).encode()
+        body = json.dumps({"stall_ms": self.stall_ms, "decoding": True}).encode()
         fault = urllib.request.Request(f"{self._server_url}/faults", body, {"content-type": "application/json"})
         try:
             self._wait_for_decoding(give_up_at)

@@ -11,7 +11,6 @@ from sloscope.output import message, print_rows
 from sloscope.units import format_instant
 
 ATTAINMENT = (0.3, 0.95)
-MS = 1_000_000
 Rows = list[dict[str, Any]]
 # question → title and the columns that fit a terminal; the question itself prints them all
 SHOWN = {
@@ -85,7 +84,7 @@ def verdict(goodput: Rows, holds: Rows, injection: Injection) -> int:
             f"attainment {attainment} is not between {low} and {high}: "
             "the machine was busier or idler while it served than while it was measured"
         )
-    stalls = within(holds, "decoder_stall", injection.stall_at_ns, injection.stall_at_ns + injection.stall_ms * MS)
+    stalls = within(holds, "decoder_stall", injection.stall_at_ns, injection.hold_from_ns)
     longest = max((row["emit_gap_s"] for row in stalls), default=0.0)
     if longest < injection.stall_ms / 1000:
         problems.append(f"no decoder_stall of {injection.stall_ms} ms was found where one was injected")

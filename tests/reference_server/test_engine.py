@@ -254,9 +254,20 @@ def test_an_error_asked_for_ends_the_request_after_that_many_tokens(bench: Bench
 
 def test_a_stall_can_be_asked_of_the_next_step(bench: Bench) -> None:
     bench.new(max_tokens=2)
-    bench.tell({"op": "stall", "ns": 20_000_000})
+    bench.tell({"op": "stall", "ns": 20_000_000, "decoding": False})
     bench.turn(2)
     assert [step.get("fault") for step in bench.records("step")] == ["stall=20ms", None]
+
+
+def test_a_stall_of_the_decoder_waits_for_a_step_that_decodes(bench: Bench) -> None:
+    bench.tell({"op": "stall", "ns": 20_000_000, "decoding": True})
+    bench.new(max_tokens=1)  # ends with its prefill: the stall would be in nobody's gap
+    bench.turn(1)
+    bench.new(max_tokens=3)
+    bench.turn(3)
+    steps = bench.records("step")
+    assert [step.get("fault") for step in steps] == [None, None, "stall=20ms", None]
+    assert [len(step.get("decode_ids", [])) for step in steps] == [0, 0, 1, 1]
 
 
 def test_a_step_that_captured_a_program_says_so_and_teaches_the_cost_model_nothing(

@@ -295,8 +295,32 @@ def test_a_stall_can_be_asked_over_http(served: Served) -> None:
     started_ns = time.monotonic_ns()
     assert served.text(max_tokens=1).status_code == 200
     assert time.monotonic_ns() - started_ns >= 120_000_000
-    refused = httpx.post(f"{served.url}/faults", json={"stall_ms": -1})
-    assert refused.status_code == 400 and "stall_ms: -1 is not accepted" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ({"stall_ms": -1}, "stall_ms: -1 is not accepted"),
+        ({"decoding": True}, "stall_ms: None is not accepted"),
+        ({"stall_ms": 1, "decoding": 1}, "decoding: 1 is not accepted"),
+        ({"stall_ms": 1, "pause": 1}, "is not accepted"),
+        ([1], "body: [1] is not accepted"),
+    ],
+)
+def test_a_stall_that_cannot_be_is_refused(served: Served, body: object, line: str) -> None:
+    refused = httpx.post(f"{served.url}/faults", json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert line in message and 'accepted: {"stall_ms"' in message
+
+
+def test_a_stall_of_the_decoder_over_http_is_in_a_gap_between_two_tokens(served: Served) -> None:
+    assert httpx.post(f"{served.url}/faults", json={"stall_ms": 150, "decoding": True}).status_code == 200
+    started_ns = time.monotonic_ns()
+    events = served.stream(max_tokens=3).whole()
+    assert texts(events) and time.monotonic_ns() - started_ns >= 150_000_000
+    gaps = [later.at_ns - earlier.at_ns for earlier, later in pairwise(event for event in events if event.text)]
+    assert max(gaps) >= 100_000_000
 
 
 def test_every_engine_metric_is_there_from_the_start_and_no_receipt_name(served: Served) -> None:
