@@ -437,12 +437,16 @@ def _ctrl_c_reaches(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    pressed = threading.Event()
+    pressed, over = threading.Event(), threading.Event()
 
     def wait() -> None:
-        if os.read(reader, 1) == bytes([signal.SIGINT]):
+        while (byte := os.read(reader, 1)) and byte != bytes([signal.SIGINT]):
+            pass  # another signal of this process
+        if byte:
             pressed.set()
             connection.interrupt()
+            while not over.wait(_AGAIN_S):  # as with a time limit: one that meets no statement is lost
+                connection.interrupt()
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
@@ -453,6 +457,7 @@ def _ctrl_c_reaches(connection: duckdb.DuckDBPyConnection) -> Iterator[None]:
             raise KeyboardInterrupt from None
         raise
     finally:
+        over.set()
         signal.set_wakeup_fd(before)
         os.close(writer)  # ends the waiter
         waiter.join()

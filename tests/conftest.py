@@ -1,8 +1,14 @@
-"""What a run of the tests says at its end."""
+"""What every run of the tests keeps to, and what it says at its end."""
 
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+# How fast a busy machine draws an example says nothing about the code.
+settings.register_profile("sloscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sloscope")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
