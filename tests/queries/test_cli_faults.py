@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from queries.runner import _ctrl_c_reaches
 from tests.queries.test_cli import error, events, rows  # noqa: F401 - a fixture
 
 
@@ -99,3 +100,23 @@ def test_ctrl_c_ends_a_long_query_without_a_word(events):  # noqa: F811
         asking.kill()
         said = asking.communicate()
     assert (asking.returncode, said) == (130, (b"", b"")), "not even a progress bar"
+
+
+def test_ctrl_c_that_meets_no_statement_is_not_the_last_try():
+    class Connection:
+        tries = 0
+
+        def interrupt(self) -> None:
+            self.tries += 1
+
+    connection = Connection()
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with _ctrl_c_reaches(connection):  # type: ignore[arg-type]
+            signal.raise_signal(signal.SIGINT)
+            until(lambda: connection.tries >= 3)
+        tries = connection.tries
+        time.sleep(0.2)
+        assert connection.tries == tries, "it goes on after the statement"
+    finally:
+        signal.signal(signal.SIGINT, before)
