@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from exporter import http1
 from exporter.framing import Body, MessageError
 from exporter.http1 import ResponseHead
+from exporter.relay import Receive
 from exporter.upstream import Pool, UpstreamConnection, Work
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Attempt:
         self.over = False
         self.response: ResponseHead | None = None
         self.body: Body | None = None
+        self.receive: Receive = self._data_received  # what the socket brings, with its stamp
         self.events = 0  # output events that the work was lessened by
         self._head = b""
         self._connecting: asyncio.Task[None] | None = None
@@ -118,7 +120,7 @@ class Attempt:
 
     # --- from the upstream
 
-    def data_received(self, data: bytes, now: int) -> None:
+    def _data_received(self, data: bytes, now: int) -> None:
         body = self.body
         if body is None:
             self._head_received(data, now)

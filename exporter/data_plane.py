@@ -31,7 +31,6 @@ from sloscope.recorder import Recorder, encode
 from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
-_FLUSHES_A_TURN = 32
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
 
 
@@ -60,6 +59,7 @@ class DataPlane:
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
         self._errors_named: set[str] = set()
+        self._due: list[Observation] = []  # whose batches are to be written
         self._tick_due_ns = 0
         self._second_due_ns = 0
         self._counted: dict[str, int] = {}
@@ -80,7 +80,9 @@ class DataPlane:
         try:
             if len(self.upstreams.pools) > 1:
                 self._note_progress()
-            self._flush(self.watch.due(now))
+            if not self._due:
+                self._due = self.watch.due(now)
+                self._flush_next()
             if now >= self._second_due_ns:
                 self._second_due_ns = now + NS_PER_S
                 self._sweep(now)
@@ -89,15 +91,15 @@ class DataPlane:
         self._tick_due_ns = self.clock.monotonic_ns() + TICK_NS
         self.loop.call_later(TICK_NS / 1e9, self._tick)
 
-    def _flush(self, due: list[Observation]) -> None:
-        """Writes batches, a few in a turn of the loop: streams that began together are all due at once."""
-        for observation in due[:_FLUSHES_A_TURN]:
-            try:
-                observation.flush()
-            except Exception as error:
-                self.observer_failed(error)
-        if len(due) > _FLUSHES_A_TURN:
-            self.loop.call_soon(self._flush, due[_FLUSHES_A_TURN:])
+    def _flush_next(self) -> None:
+        """Writes one batch in a turn of the loop: streams that began together are all due at once."""
+        if not self._due:
+            return
+        try:
+            self._due.pop().flush()
+        except Exception as error:
+            self.observer_failed(error)
+        self.loop.call_soon(self._flush_next)
 
     def _note_progress(self) -> None:
         """Twenty times a second, which is enough to choose by and costs an event nothing."""

@@ -22,6 +22,7 @@ from exporter.contest import Contest
 from exporter.framing import Chunked, MessageError, Sized, UntilClose
 from exporter.http1 import RequestHead, ResponseHead
 from exporter.observation import Observation
+from exporter.relay import relay
 from exporter.settings import Upstream, is_observed
 from exporter.upstream import Pool, Work, estimate
 
@@ -363,23 +364,37 @@ class Exchange:
         if head:
             self._understand_head(attempt.response, is_new=True)
         if self._observation is not None and payload:
-            self.observe(self._observation.received, payload, now, forwarded_ns, added_ns)
+            self.observe(self._observation.forwarded, payload, 0, len(payload), now, forwarded_ns, added_ns)
             if self._awaits_output:
                 self._time_output(attempt, now)
-        if body.complete and not self.over:
-            self._response_complete(clean=used == len(data))
+        if body.complete:
+            if not self.over:
+                self._response_complete(clean=used == len(data))
+        elif head:
+            self._shorten(attempt)
+
+    def _shorten(self, attempt: Attempt) -> None:
+        """From here on nothing is done to the body but forward it: its reads may take the short way."""
+        body, observation = attempt.body, self._observation
+        is_plain = self._filter is None and not self._dechunk and not self._awaits_output
+        if isinstance(body, Chunked) and observation is not None and is_plain and not self.over:
+            general, write = attempt.receive, self._client.transport.write
+            plane = self.plane
+            attempt.receive = relay(body, write, observation, plane.clock.monotonic_ns, general, plane.observer_failed)
 
     def _time_output(self, attempt: Attempt, now: int) -> None:
         assert self._observation is not None and self.plane.hedges is not None
+        self.observe(self._observation.understand)
         if self._observation.events:
             self._awaits_output = False
             if attempt.number == 0:
                 self.plane.hedges.took(now - self._whole_ns, now)
+            self._shorten(attempt)
 
     def note_progress(self) -> None:
         """The upstream has less to do by what came."""
         if self._leader is not None and self._observation is not None:
-            self._leader.progressed(self._observation.events)
+            self._leader.progressed(self._observation.about_events)
 
     def _filtered(self, payload: bytes, complete: bool) -> bytes:
         """The payload without what the client did not ask for, in the framing that it was promised."""

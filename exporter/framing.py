@@ -13,6 +13,10 @@ _MAX_TRAILER_BYTES = 16 << 10
 _LONG_LINE = "chunked body: a line is longer than 4096 bytes"
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 _PADDED_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
+# Size lines that were read once, and what follows each: a stream's chunks are alike.
+_SIZES: dict[bytes, int] = {}
+_MOST_SIZES = 4096
+_MOST_SIZE_DIGITS = 15
 _TRAILER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[\t\x20-\x7e\x80-\xff]*\r\n")
 # A neighbour that merges trailers into the head must not find there where the message ends, what it is or who sent it.
 _NO_TRAILERS = frozenset(
@@ -124,6 +128,24 @@ class Chunked:
             else:
                 self._size(line)
         return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), at
+
+    def whole_chunk(self, data: bytes) -> int:
+        """Where the payload starts if these bytes are exactly one chunk; it ends two bytes before they do. Else 0, and
+        they are still to be fed.
+        """
+        if self._left or self._line or self._in_trailer or self.complete:
+            return 0
+        start = data.find(b"\n", 0, _MOST_SIZE_DIGITS + 2) + 1
+        line = data[:start]
+        left = _SIZES.get(line)
+        if left is None:
+            match = _CHUNK_SIZE.fullmatch(line)
+            if match is None:
+                return 0
+            left = int(match[1], 16) + 2
+            if len(_SIZES) < _MOST_SIZES and len(line) < 8:
+                _SIZES[line] = left
+        return start if len(data) - start == left > 2 and data.endswith(b"\r\n") else 0
 
     def _data(self, data: bytes, at: int, pieces: list[bytes]) -> int:
         payload = min(self._left - 2, len(data) - at)

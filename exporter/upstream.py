@@ -85,7 +85,7 @@ class UpstreamConnection(asyncio.Protocol):
         if attempt is None:
             self.transport.abort()  # nobody asked
         else:
-            attempt.data_received(data, now)
+            attempt.receive(data, now)
 
     def eof_received(self) -> None:
         if self.attempt is not None:

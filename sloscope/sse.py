@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sloscope.sse_pattern import Pattern, pattern_of
+
 CONTENT = "content"
 REASONING = "reasoning"
 TOOL = "tool"
@@ -36,6 +38,7 @@ _DONE = b"[DONE]"
 _MAX_TOKENS = 2**31 - 1  # more than any answer has, and few enough that sums over many fit a column
 _MAX_CHOICE = 2**31 - 1
 _MAX_ERROR_CODE = 10**9
+_TRIES = 16
 
 # What may stand as an error's class. Anything longer or with blanks in it could be message text.
 _ERROR_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
@@ -107,8 +110,10 @@ class StreamDecoder:
         "_loads",
         "_max_event_bytes",
         "_named",
+        "_pattern",
         "_skipping",
         "_tail",
+        "_tries",
         "oversized",
         "torn",
     )
@@ -128,6 +133,8 @@ class StreamDecoder:
         self._is_error = False  # ... and it says error
         self._skipping = False  # an oversized event: drop lines up to a blank one
         self._idle = False  # between two events, nothing kept: the next read may take the short path
+        self._pattern: Pattern | None = None  # of an earlier read
+        self._tries = _TRIES  # at finding one, until one that is found fits
 
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete, in order.
@@ -135,12 +142,20 @@ class StreamDecoder:
         An event is complete with the line end of its blank line; where that is a CR, it does
         not wait for an LF that may follow, because between two events that could be long.
         """
-        # Most reads hold exactly one event, `data: {...}\n\n`.
-        if self._idle and data.startswith(b"data:") and data.endswith(b"\n\n"):
-            last = len(data) - 2
-            if data.find(b"\n") == last and b"\r" not in data and last <= self._max_event_bytes:
-                event = self._decode(data[5:last], False)
-                return [] if event is None else [event]
+        if self._idle and data.endswith(b"\n\n") and len(data) - 2 <= self._max_event_bytes:
+            pattern = self._pattern
+            if pattern is not None and pattern.fits(data):
+                self._tries = _TRIES
+                return [pattern.event]
+            # Most reads hold exactly one event, `data: {...}\n\n`.
+            if data.startswith(b"data:") and data.find(b"\n") == len(data) - 2 and b"\r" not in data:
+                event = self._decode_read(data)
+                if event is None:
+                    return []
+                if self._tries:
+                    self._tries -= 1
+                    self._pattern = pattern_of(data, event, self._decode_read)
+                return [event]
 
         if self._at_start:
             data = bytes(self._tail) + data
@@ -254,6 +269,10 @@ class StreamDecoder:
             self._skipping = True
             self.oversized += 1
             self._end_event()
+
+    def _decode_read(self, read: bytes) -> StreamEvent | None:
+        """Of `data:…\\n\\n`."""
+        return self._decode(read[5:-2], False)
 
     def _decode(self, data: bytes, is_error: bool) -> StreamEvent | None:
         if len(data) < 16:

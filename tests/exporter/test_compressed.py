@@ -103,7 +103,13 @@ def test_an_event_of_a_compressed_stream_is_a_receipt_when_it_can_be_read(tmp_pa
     async def test() -> None:
         async with bench(tmp_path, script) as b:
             asking = asyncio.create_task(b.ask())
-            await b.until(lambda: [each.events for each in b.plane.watch.active.values()] == [1])
+            (observation,) = await b.until(lambda: list(b.plane.watch.active.values()))
+
+            def events() -> int:
+                observation.understand()
+                return observation.events
+
+            await b.until(lambda: events() == 1)
             release.set()
             await asking
             assert await b.end() == ("completed", "")

@@ -31,7 +31,7 @@ def test_what_the_observer_raises_is_counted_and_the_stream_goes_on(
 
     async def test() -> None:
         async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
-            for method in ("received", "begin", "response_started", "ended"):
+            for method in ("forwarded", "understand", "begin", "response_started", "ended"):
                 with monkeypatch.context() as patch:
                     patch.setattr(observation.Observation, method, broken)
                     assert (await b.ask()).body == chunked(event(), finish(), DONE)

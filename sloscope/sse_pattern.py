@@ -1,0 +1,57 @@
+"""Events of one stream that differ in their text only, told apart from others without parsing them.
+
+Most events of an answer repeat the one before, but for the text of a delta. What such an event says depends on that
+text being there, not on what it is. So the bytes before and after it, once they are known to be those of an event that
+was parsed, tell what the next one says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from sloscope.sse import StreamEvent
+
+_MAX_FRAME_BYTES = 4096  # around the text; a larger one is not kept
+_KEY = re.compile(rb'"(?:content|text|reasoning_content|reasoning)": ?"')
+# The inside of a JSON string that is not empty. Whether it is UTF-8 makes no difference to the decoder.
+_TEXT = re.compile(rb'(?!\Z)[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})[^"\\\x00-\x1f]*)*')
+
+
+class Pattern(NamedTuple):
+    """`before`, any text that is not empty, `after`: such a read says what `event` says."""
+
+    before: bytes
+    after: bytes
+    event: StreamEvent
+
+    def fits(self, read: bytes) -> bool:
+        before, after, _ = self
+        return (
+            read.startswith(before)
+            and read.endswith(after)
+            and _TEXT.fullmatch(read, len(before), len(read) - len(after)) is not None
+        )
+
+
+def pattern_of(read: bytes, event: StreamEvent, decode: Callable[[bytes], StreamEvent | None]) -> Pattern | None:
+    """The pattern of `read`, one whole event that says `event`; None where its text is not to be found for certain.
+
+    That the place is right is tried: another text there has to say the same, and no text has to say no output.
+    """
+    if not event.outputs:
+        return None
+    for key in _KEY.finditer(read):
+        start = key.end()
+        text = _TEXT.match(read, start)
+        if text is None or read[text.end() : text.end() + 1] != b'"':
+            continue
+        before, after = read[:start], read[text.end() :]
+        if len(before) + len(after) > _MAX_FRAME_BYTES:
+            return None
+        without = decode(before + after)
+        if without is not None and not without.outputs and decode(b"%bx%b" % (before, after)) == event:
+            return Pattern(before, after, event)
+    return None

@@ -1,0 +1,165 @@
+"""Reads that are known by their pattern say what they would say if they were parsed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sloscope.sse import StreamDecoder, StreamEvent
+
+HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+
+
+def read_of(delta: Any, **more: Any) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    return b"data: " + json.dumps({**HEAD, "choices": [choice], **more}).encode() + b"\n\n"
+
+
+class Counting:
+    """A JSON parser that counts its calls."""
+
+    calls = 0
+
+    def __call__(self, data: bytes) -> Any:
+        self.calls += 1
+        return orjson.loads(data)
+
+
+def parsed(read: bytes) -> list[StreamEvent]:
+    """By a decoder that has seen nothing before."""
+    return StreamDecoder(orjson.loads).feed(read)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda text: read_of({"content": text}),
+        lambda text: read_of({"role": "assistant", "content": text, "tool_calls": None}),
+        lambda text: read_of({"content": None, "reasoning_content": text}),
+        lambda text: read_of({"reasoning": text}),
+        lambda text: b"data: " + json.dumps({"choices": [{"text": text}]}, separators=(",", ":")).encode() + b"\n\n",
+    ],
+)
+def test_a_stream_of_like_events_is_parsed_a_few_times_only(read: Any) -> None:
+    loads = Counting()
+    decoder = StreamDecoder(loads)
+    for number in range(100):
+        assert decoder.feed(read(f'{number} "\\ \n é \U0001f600')) == parsed(read("x"))
+    # The first event, and the two that try its pattern.
+    assert loads.calls <= 4
+
+
+def test_a_stream_whose_events_are_never_alike_is_not_tried_for_ever() -> None:
+    loads = Counting()
+    decoder = StreamDecoder(loads)
+    for number in range(100):
+        decoder.feed(read_of({"content": "x"}, created=number))
+    assert loads.calls <= 100 + 2 * 16
+
+
+def test_events_that_change_once_a_second_are_learned_again() -> None:
+    loads = Counting()
+    decoder = StreamDecoder(loads)
+    for number in range(5000):
+        decoder.feed(read_of({"content": "x"}, created=number // 50))
+    assert loads.calls <= 100 * 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        b'"}}]}',  # ends the text early
+        b'\\"',  # a quote in the text, and nothing that ends it
+        b"\\x",  # no escape of JSON
+        b"\\ud83",
+        b"a\nb",
+        b"a\rb",
+        b"a\x00b",
+        b"",
+        b'x","refusal":"y',
+        b'"',
+    ],
+)
+def test_what_is_no_text_does_not_fit(other: bytes) -> None:
+    before, _, after = read_of({"content": "@"}).partition(b"@")
+    decoder = StreamDecoder(orjson.loads)
+    decoder.feed(read_of({"content": "x"}))
+    assert decoder.feed(before + other + after) == parsed(before + other + after)
+
+
+def test_text_that_is_no_utf_8_is_output_as_ever() -> None:
+    before, _, after = read_of({"content": "@"}).partition(b"@")
+    decoder = StreamDecoder(orjson.loads)
+    decoder.feed(read_of({"content": "x"}))
+    for text in (b"\xff", b"\xf0\x9f", b"\\ud83d", b"\\udc00\\ud83d"):
+        assert decoder.feed(before + text + after) == parsed(before + text + after) != []
+
+
+def test_a_key_named_content_elsewhere_is_not_taken_for_the_text() -> None:
+    decoder = StreamDecoder(orjson.loads)
+    for text in ("a", ""):
+        for note in ("", "b"):
+            read = b'data: {"note":{"content":"%b"},"choices":[{"delta":{"content":"%b"}}]}\n\n'
+            read %= (note.encode(), text.encode())
+            assert decoder.feed(read) == parsed(read)
+
+
+def test_an_event_beyond_the_bound_is_skipped_though_its_pattern_is_known() -> None:
+    decoder = StreamDecoder(orjson.loads, max_event_bytes=300)
+    assert decoder.feed(read_of({"content": "x"}))
+    assert decoder.feed(read_of({"content": "x" * 300})) == [] and decoder.oversized == 1
+    assert decoder.feed(read_of({"content": "x"}))
+
+
+TEXT = st.one_of(st.text(max_size=6), st.sampled_from(["", '"', "\\", "\n", '"}', "\ud83d"]))
+DELTA = st.fixed_dictionaries(
+    {},
+    optional={
+        "content": st.one_of(TEXT, st.none(), st.just([{"type": "text", "text": "t"}])),
+        "reasoning_content": TEXT,
+        "reasoning": TEXT,
+        "refusal": TEXT,
+        "tool_calls": st.just([{"function": {"arguments": '{"content":"x"}'}}]),
+    },
+)
+READ = st.builds(
+    lambda delta, choice, more: (
+        b"data: %b\n\n"
+        % json.dumps({"choices": [{"delta": delta, **choice}], **more}, ensure_ascii=False).encode(
+            "utf-8", "surrogatepass"
+        )
+    ),
+    DELTA,
+    st.fixed_dictionaries(
+        {}, optional={"index": st.integers(0, 2), "finish_reason": st.sampled_from(["stop", None]), "text": TEXT}
+    ),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "usage": st.sampled_from([None, {"completion_tokens": 3}]),
+            "error": st.sampled_from([None, {"code": 5, "content": "x"}]),
+            "note": st.fixed_dictionaries({"content": TEXT}),
+        },
+    ),
+)
+
+
+@settings(max_examples=400)
+@given(st.lists(READ, max_size=4), st.lists(st.integers(0, 3), max_size=12), st.binary(max_size=4))
+@example([read_of({"content": "a"}), read_of({"content": ""})], [0, 0, 1, 0], b"")
+def test_no_read_says_anything_else_because_of_those_before(
+    reads: list[bytes], order: list[int], rubbish: bytes
+) -> None:
+    decoder = StreamDecoder(orjson.loads)
+    for number in order:
+        if number < len(reads):
+            read = reads[number]
+            assert decoder.feed(read) == parsed(read)
+            spoilt = read.replace(b'": "', b'": "' + rubbish, 1)
+            if spoilt.count(b"\n") == 2 and b"\r" not in spoilt:
+                assert decoder.feed(spoilt) == parsed(spoilt)
