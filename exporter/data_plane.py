@@ -164,7 +164,10 @@ class DataPlane:
                 client.exchange.cut()
             client.close()
         for observation in list(self.watch.active.values()):
-            observation.ended("timeout", "", False, self.clock.monotonic_ns())
+            try:
+                observation.ended("timeout", "", False, self.clock.monotonic_ns())
+            except Exception as error:
+                self.observer_failed(error)
         await asyncio.sleep(0)
         self._metrics_server.close()
         for connection in list(self.metrics_connections):
