@@ -61,6 +61,9 @@ class Contest:
         """No output event came in time."""
         self._timer = None
         (first,) = self.attempts
+        if not self._exchange.is_kept:
+            self._answer_with(first, "not_kept")
+            return
         pool = self._exchange.plane.upstreams.choose_up([*self._exchange.tried, first.pool])
         if pool is None:
             self._answer_with(first, "no_upstream")

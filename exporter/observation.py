@@ -87,6 +87,7 @@ class Observation:
         self._asked: Mapping[str, Any] | None = None
         self._begin: records.Record = {}
         self._attempt: int | None = None  # whose stream this is, None for the first
+        self.went_to: dict[int, str] = {}  # attempts whose upstream is another one than in their begin
         self._labels: Labels = ("", "", "")
         self._resolved: Resolved = self._resolve()
         # Whether it streams, and how many choices, is known when the request was read.
@@ -254,6 +255,7 @@ class Observation:
                     outcome=end.outcome,
                     reason=end.reason,
                     end_ns=end_ns,
+                    upstream=self.went_to.get(number),
                     **known,
                 )
             )
@@ -390,6 +392,7 @@ class Observation:
             loop_lag_max_ns=self.loop_lag_max_ns,
             consumer_hold_ns=self.consumer_hold_ns,
             server_timing=server_timing,
+            upstream=self.went_to.get(self._attempt or 0),
             **known,
         )
 

@@ -71,18 +71,14 @@ def row_of(request: Request) -> Row:
     sides = {observer: winner(found) for observer, found in attempts.items()}
     events = {observer: events_of(side) for observer, side in sides.items()}
     row = Row(request, sides, None, events, set_aside)
-    stated = [side.end["hedge_waste_tokens"] for side in row.ordered if side.end and "hedge_waste_tokens" in side.end]
-    if stated:
-        row.waste_tokens = stated[0]
-    else:
-        # The engine knows what was computed, others what they received of it.
-        for observer in reversed(records.OBSERVERS):
-            lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
-            if lost:
-                wasted = [_lost_tokens(observer, side) for side in lost]
-                known = [tokens for tokens in wasted if tokens is not None]
-                row.waste_tokens = sum(known) if len(known) == len(wasted) else None
-                break
+    # The engine knows what was computed, others what they received of it.
+    for observer in reversed(records.OBSERVERS):
+        lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
+        if lost:
+            wasted = [_lost_tokens(observer, side) for side in lost]
+            known = [tokens for tokens in wasted if tokens is not None]
+            row.waste_tokens = sum(known) if len(known) == len(wasted) else None
+            break
     return row
 
 
@@ -184,7 +180,7 @@ class Assembly:
         out["labels"] = [None if found is None else json.dumps(found, sort_keys=True) for found in labels]
         for name in ("warmup", "length_forced"):
             out[name] = [_label(each, name) for each in sides]
-        out["hedge_waste_tokens"] = self._each(lambda row: row.waste_tokens)
+        out["hedge_waste_output_tokens"] = self._each(lambda row: row.waste_tokens)
         self._chunks["request_id"] = out["request_id"]
         self._chunks["arrival_date"] = out["arrival_date"]
 
@@ -315,29 +311,34 @@ class Assembly:
         self._gaps.append(self._gap_table(observer, gaps, names, both, same_clock))
 
     def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
-        ids = pa.array(self._requests["request_id"], pa.string())
-        row = pa.array(gaps.row)
-        return _table(
-            "late_gaps",
-            {
-                "request_id": ids.take(row),
-                "arrival_date": [self._day] * len(gaps.row),
-                "observer": [observer] * len(gaps.row),
-                "choice": gaps.choice,
-                "ordinal": gaps.ordinal,
-                "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
-                "at_ns": gaps.at_ns,
-                "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
-                "lag_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~gaps.aligned),
-                "delivery_ns": pa.array(
-                    (gaps.at_ns - gaps.prev_ns) - (gaps.emit_at_ns - gaps.emit_prev_ns), mask=~gaps.prev_aligned
-                ),
-                "together": gaps.together,
-                "emit_together": pa.array(gaps.emit_together, mask=~gaps.aligned),
-                "same_clock": pa.array(same_clock[gaps.row], mask=~both[gaps.row]),
-                "alignment": names.take(row),
-            },
-        )
+        count = np.arange(len(gaps.row))
+        start = np.maximum.accumulate(np.where(gaps.follows, 0, count))
+        place = (count - start) % tables.GAPS_A_ROW
+        head = np.flatnonzero(place == 0)
+        row = gaps.row[head]
+        columns: dict[str, Any] = {
+            "request_id": pa.array(self._requests["request_id"], pa.string()).take(pa.array(row)),
+            "arrival_date": pa.repeat(pa.scalar(self._day, pa.date32()), len(row)),
+            "observer": pa.repeat(observer, len(row)),
+            "choice": gaps.choice[head],
+            "ordinal_0": gaps.ordinal[head],
+            "at_0_ns": gaps.at_ns[head],
+            "lag_0_ns": pa.array((gaps.at_ns - gaps.emit_at_ns)[head], mask=~gaps.aligned[head]),
+            "same_clock": pa.array(same_clock[row], mask=~both[row]),
+            "alignment": names.take(pa.array(row)),
+        }
+        gap_ns, delivery_ns = gaps.gap_ns, gaps.delivery_ns
+        for each in range(tables.GAPS_A_ROW):
+            at = np.minimum(head + each, len(place) - 1)
+            there = place[at] == each
+            aligned = there & gaps.aligned[at]
+            columns |= {
+                f"gap_{each}_ns": pa.array(gap_ns[at], mask=~(there & gaps.has_prev[at])),
+                f"delivery_{each}_ns": pa.array(delivery_ns[at], mask=~(there & gaps.prev_aligned[at])),
+                f"together_{each}": pa.array(gaps.together[at], mask=~there),
+                f"emit_together_{each}": pa.array(gaps.emit_together[at], mask=~aligned),
+            }
+        return _table("late_gaps", columns)
 
     def _sources(self) -> pa.Table:
         out: dict[str, list] = {column.name: [] for column in tables.SOURCES}
