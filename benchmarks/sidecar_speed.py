@@ -5,7 +5,8 @@ source's write to the read that completed the event at the sink. Events of the m
 have opened. Sides take turns in every round; figures are medians of the rounds, ratios medians of the ratios to nginx
 within a round. CPU is of all processes of a side (of the sidecar: supervisor, data plane and control plane, which
 is scraped every --scrape-every), per event that reached the sink. `recorded`: receipts in the sidecar's journal for
-each event that the sink received. On a machine with two cores or more the proxy has one for itself.
+each event that the sink received. `lost`: events that had not come when the sink gave up, 5 s after the last was due:
+a side that cannot keep up has some still in hand. On a machine with two cores or more the proxy has one for itself.
 
 `python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
 """
