@@ -311,29 +311,34 @@ class Assembly:
         self._gaps.append(self._gap_table(observer, gaps, names, both, same_clock))
 
     def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
-        ids = pa.array(self._requests["request_id"], pa.string())
-        row = pa.array(gaps.row)
-        return _table(
-            "late_gaps",
-            {
-                "request_id": ids.take(row),
-                "arrival_date": [self._day] * len(gaps.row),
-                "observer": [observer] * len(gaps.row),
-                "choice": gaps.choice,
-                "ordinal": gaps.ordinal,
-                "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
-                "at_ns": gaps.at_ns,
-                "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
-                "lag_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~gaps.aligned),
-                "delivery_ns": pa.array(
-                    (gaps.at_ns - gaps.prev_ns) - (gaps.emit_at_ns - gaps.emit_prev_ns), mask=~gaps.prev_aligned
-                ),
-                "together": gaps.together,
-                "emit_together": pa.array(gaps.emit_together, mask=~gaps.aligned),
-                "same_clock": pa.array(same_clock[gaps.row], mask=~both[gaps.row]),
-                "alignment": names.take(row),
-            },
-        )
+        count = np.arange(len(gaps.row))
+        start = np.maximum.accumulate(np.where(gaps.follows, 0, count))
+        place = (count - start) % tables.GAPS_A_ROW
+        head = np.flatnonzero(place == 0)
+        row = gaps.row[head]
+        columns: dict[str, Any] = {
+            "request_id": pa.array(self._requests["request_id"], pa.string()).take(pa.array(row)),
+            "arrival_date": pa.repeat(pa.scalar(self._day, pa.date32()), len(row)),
+            "observer": pa.repeat(observer, len(row)),
+            "choice": gaps.choice[head],
+            "ordinal_0": gaps.ordinal[head],
+            "at_0_ns": gaps.at_ns[head],
+            "lag_0_ns": pa.array((gaps.at_ns - gaps.emit_at_ns)[head], mask=~gaps.aligned[head]),
+            "same_clock": pa.array(same_clock[row], mask=~both[row]),
+            "alignment": names.take(pa.array(row)),
+        }
+        gap_ns, delivery_ns = gaps.gap_ns, gaps.delivery_ns
+        for each in range(tables.GAPS_A_ROW):
+            at = np.minimum(head + each, len(place) - 1)
+            there = place[at] == each
+            aligned = there & gaps.aligned[at]
+            columns |= {
+                f"gap_{each}_ns": pa.array(gap_ns[at], mask=~(there & gaps.has_prev[at])),
+                f"delivery_{each}_ns": pa.array(delivery_ns[at], mask=~(there & gaps.prev_aligned[at])),
+                f"together_{each}": pa.array(gaps.together[at], mask=~there),
+                f"emit_together_{each}": pa.array(gaps.emit_together[at], mask=~aligned),
+            }
+        return _table("late_gaps", columns)
 
     def _sources(self) -> pa.Table:
         out: dict[str, list] = {column.name: [] for column in tables.SOURCES}

@@ -51,7 +51,7 @@ def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
     """
     columns = tables.stored(table)
     split = [f"{c.name}.list.element" for c in columns if c.type == "BIGINT[]"]
-    split += ["at_ns"] if table == "late_gaps" else []
+    split += ["at_0_ns"] if table == "late_gaps" else []
     delta = [c.name for c in columns if c.type == "BIGINT" and c.name not in split]
     dictionary = [c.name for c in columns if c.type == "VARCHAR" and c.name != "request_id"]
     dictionary += [f"{c.name}.list.element" for c in columns if c.type in ("INTEGER[]", "TINYINT[]")]
