@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from sloscope.units import NS_PER_S
 SETTLE_NS = 2 * NS_PER_S
 HELD_EVENTS = 4_000_000  # output events in memory before what is settled is written
 ROWS_PER_PART = 100_000
+EPOCH = date(1970, 1, 1)
 Progress = Callable[[str, int, int], None]
 
 
@@ -252,10 +253,10 @@ def _of_this_schema(manifest: Manifest, events: Path) -> Manifest:
 
 def _by_day(requests: Iterable[Request]) -> list[tuple[date, list[Row]]]:
     """Rows by day of arrival, in the order of arrival."""
-    days: dict[date, list[Row]] = {}
+    days: dict[int, list[Row]] = {}
     for row in sorted(map(row_of, requests), key=lambda row: (row.arrival_at_ns, row.request.request_id)):
-        days.setdefault(row.arrival_date, []).append(row)
-    return sorted(days.items())
+        days.setdefault(row.arrival_day, []).append(row)
+    return [(EPOCH + timedelta(days=day), rows) for day, rows in sorted(days.items())]
 
 
 class _EventRows:

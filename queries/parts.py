@@ -8,6 +8,7 @@ still hold the manifest before.
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -24,6 +25,7 @@ from sloscope.journal import Manifest
 ROW_GROUP = 65_536
 SMALL_ROWS = 50_000
 MANY_SMALL = 16
+WRITERS = 2
 # What a pass writes below `tables`, a name that was not renamed yet included. Nothing else is ours to delete.
 _OURS = re.compile(
     rf"(?:{'|'.join(tables.PER_REQUEST + tables.PER_EVENT)})/arrival_date=[0-9-]+/"
@@ -95,8 +97,11 @@ class Parts:
         self.final.append(self._write(self._name(day), rows))
 
     def _write(self, name: str, rows: dict[str, pa.Table]) -> Part:
-        for table in tables.PER_REQUEST:
-            write_parquet(self._root / table / name, table, rows[table])
+        # Encoding and zstd are most of it, and leave the interpreter free.
+        with ThreadPoolExecutor(WRITERS) as pool:
+            written = [pool.submit(write_parquet, self._root / t / name, t, rows[t]) for t in tables.PER_REQUEST]
+        for each in written:
+            each.result()
         ids = rows["requests"]["request_id"]
         bounds = pc.min_max(ids).as_py()
         return Part(name, bounds["min"], bounds["max"], len(ids))
