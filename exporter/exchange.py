@@ -374,14 +374,11 @@ class Exchange:
             return
         body = attempt.body
         assert body is not None
+        is_broken = False
         try:
             payload, used = body.feed(data)
-        except MessageError:
-            if head:
-                self._client.transport.write(head)
-                self._understand_head(attempt.response, is_new=True)
-            self._break_off("eof")
-            return
+        except MessageError as error:
+            payload, used, is_broken = error.payload, error.used, True  # what came before it is as good as ever
         if self._filter is None:
             out = payload if self._dechunk else data if used == len(data) else data[:used]
         else:
@@ -396,7 +393,9 @@ class Exchange:
             self.observe(self._observation.received, payload, now, forwarded_ns, added_ns)
             if self._awaits_output:
                 self._time_output(attempt, now)
-        if body.complete and not self.over:
+        if is_broken:
+            self._break_off("eof")
+        elif body.complete and not self.over:
             self._response_complete(clean=used == len(data))
 
     def _time_output(self, attempt: Attempt, now: int) -> None:

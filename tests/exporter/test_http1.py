@@ -49,6 +49,31 @@ def test_a_malformed_chunk_is_refused(raw: bytes) -> None:
         Chunked().feed(raw)
 
 
+@pytest.mark.parametrize(
+    ("before", "good", "bad", "payload"),
+    [
+        (b"", b"5\r\nhello\r\n", b"zz\r\n", b"hello"),
+        (b"", b"5\r\nhello\r\n", b"3\r\nabcX\r\n", b"hello"),  # that chunk goes on where its size says that it ends
+        (b"", b"5\r\nhello\r\n", b"0\r\nno trailer\r\n\r\n", b"hello"),
+        (b"", b"5\r\nhello\r\n", b"1;" + b"e" * 5000, b"hello"),
+        (b"", b"", b"zz\r\n", b""),
+        (b"5\r\nhe", b"llo\r\n", b"zz\r\n", b"llo"),
+        (b"5\r\nhe", b"", b"lloX\r\n", b""),
+        (b"5\r\nhello\r", b"\n1\r\na\r\n", b"2\r\nbbb", b"a"),
+        (b"0\r\na: b\r\n", b"", b"c\r\n\r\n", b""),
+        (b"5\r\nhello\r\n1", b"", b"g\r\n", b""),
+    ],
+)
+def test_the_whole_chunks_before_a_malformed_one_are_told_with_it(
+    before: bytes, good: bytes, bad: bytes, payload: bytes
+) -> None:
+    body = Chunked()
+    body.feed(before)
+    with pytest.raises(MessageError) as error:
+        body.feed(good + bad)
+    assert (error.value.payload, error.value.used) == (payload, len(good))
+
+
 def test_a_sized_body_takes_no_more_than_its_length() -> None:
     body = Sized(5)
     assert body.feed(b"abc") == (b"abc", 3) and not body.complete
