@@ -5,6 +5,7 @@ Files that the manifest does not name are leftovers; those that it named last st
 still hold the manifest before.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 
 from queries import tables
 from queries.assemble import arrow_schema
-from sloscope.errors import JournalError
+from sloscope.errors import UnwritableError
 from sloscope.journal import Manifest
 
 ROW_GROUP = 65_536
@@ -57,9 +58,9 @@ def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
     delta = [c.name for c in columns if c.type == "BIGINT" and c.name not in split]
     dictionary = [c.name for c in columns if c.type == "VARCHAR" and c.name != "request_id"]
     dictionary += [f"{c.name}.list.element" for c in columns if c.type in ("INTEGER[]", "TINYINT[]")]
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(
             rows,
             beside,
@@ -73,7 +74,9 @@ def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        raise JournalError(f"{str(path)!r}: cannot be written: {error.strerror}") from None
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise UnwritableError(f"{str(path)!r}: cannot be written: {error.strerror or error}") from None
 
 
 class Parts:
