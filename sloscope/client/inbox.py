@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 NEVER_NS = 1 << 63
-_SLICE_NS = 300_000  # a read that comes meanwhile is stamped late by this at most, and by what one read takes to parse
+_SLICE_NS = 150_000  # a read that comes meanwhile is stamped late by this at most, and by what one read takes to parse
 _MAX_BYTES = 16 << 20  # that wait; beyond, whoever brings more has the oldest understood first
 _OVERHEAD = 200  # bytes of memory that a read takes beside its own
 

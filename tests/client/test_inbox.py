@@ -61,7 +61,7 @@ def test_reads_are_understood_in_their_order_after_the_one_who_brought_them_is_d
 
 
 def test_between_two_slices_the_loop_looks_at_its_sockets(clock: Clock) -> None:
-    reader = Told(clock, takes_ns=100_000)  # three fill a slice of 0.3 ms
+    reader = Told(clock, takes_ns=50_000)  # three fill a slice of 0.15 ms
     turns: list[int] = []
 
     async def main() -> None:
