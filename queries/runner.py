@@ -222,9 +222,12 @@ class Session:
             # Imported late, as compaction is.
             from queries.beside import compact_beside
 
-            scratch = Path(tempfile.mkdtemp(prefix="sloscope-"))
-            self._scratch = weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
-            compact_beside(self.events, scratch)
+            try:
+                scratch = Path(tempfile.mkdtemp(prefix="sloscope-"))
+                self._scratch = weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+                compact_beside(self.events, scratch)
+            except (OSError, UnwritableError) as why:
+                raise UnwritableError(f"{error}; nor is there room in a temporary place: {why}") from None
             self._tables_at = scratch
             self.note = f"{error}; what is new was compacted in {tempfile.gettempdir()!r}, for this answer alone"
 
