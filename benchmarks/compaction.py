@@ -2,13 +2,21 @@
 
 The directory is made up: every request is recorded by client, sidecar and engine on one clock, in batches as the
 recorders write them. The floor is `orjson.loads` of every line. Both sides take turns in one run, and the medians
-count. `python -m benchmarks.compaction --requests 5000 --events 100 --runs 3`.
+count. `python -m benchmarks.compaction --requests 5000 --events 100 --runs 3`; with `--before DIR` (`git archive` of
+another commit, unpacked) that version takes turns, too.
+
+Every gap is near 20 ms, as at the 50 tokens a second of which the goals speak, so that each receipt of client and
+sidecar ends a late gap: the largest `late_gaps` there can be. Jitter is drawn evenly and anew for each stamp, which no
+encoding foresees.
 """
 
 import argparse
+import json
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,11 +24,11 @@ from pathlib import Path
 
 import orjson
 
-from queries.compaction import CompactionReport, compact
+from benchmarks.kept import options_of, save
 from sloscope import records
 from sloscope.clock import FakeClock
 from sloscope.ids import new_request_id
-from sloscope.journal import JournalWriter, Manifest, journal_files
+from sloscope.journal import JournalWriter, journal_files
 from sloscope.output import print_rows
 from sloscope.records import make
 
@@ -89,10 +97,27 @@ def plain_decode(events: Path) -> None:
                 orjson.loads(line)
 
 
-def compact_once(events: Path) -> CompactionReport:
-    shutil.rmtree(events / "tables", ignore_errors=True)
-    Manifest.path(events).unlink(missing_ok=True)
-    return compact(events)
+# In a process of its own, so that either version can be timed: wall and CPU seconds of all threads, bytes by table.
+_ONE_PASS = """
+import json, shutil, sys, time
+from pathlib import Path
+from queries.compaction import compact
+events = Path(sys.argv[1])
+shutil.rmtree(events / "tables", ignore_errors=True)
+(events / "manifest.json").unlink(missing_ok=True)
+began, cpu = time.perf_counter(), time.process_time()
+compact(events)
+taken = time.perf_counter() - began, time.process_time() - cpu
+tables = [path for path in (events / "tables").iterdir() if path.is_dir()]
+print(json.dumps([taken, {t.name: sum(p.stat().st_size for p in t.rglob("*.parquet")) for t in sorted(tables)}]))
+"""
+
+
+def compact_once(checkout: Path, events: Path) -> tuple[tuple[float, float], dict[str, int]]:
+    command = [sys.executable, "-c", _ONE_PASS, str(events)]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True)
+    (wall, cpu), sizes = json.loads(done.stdout)
+    return (wall, cpu), sizes
 
 
 def timed(work: Callable[[Path], object], events: Path) -> tuple[float, float]:
@@ -108,33 +133,42 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=100, help="output events of each request (default: 100)")
     parser.add_argument("--runs", type=int, default=3, help="(default: 3)")
     parser.add_argument("--seed", type=int, default=1, help="(default: 1)")
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="another checkout, whose compaction takes turns with this one's"
+    )
+    parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
     asked = parser.parse_args()
+    versions = {"compaction": Path.cwd()} | ({"compaction before": asked.before} if asked.before else {})
     folder = Path(tempfile.mkdtemp(prefix="sloscope-compaction-"))
     try:
         receipts = write_journals(folder, asked.requests, asked.events, asked.seed)
         journal = sum(path.stat().st_size for path in journal_files(folder))
-        taken: dict[str, list[tuple[float, float]]] = {"plain decode (floor)": [], "compaction": []}
+        floor = "plain decode (floor)"
+        taken: dict[str, list[tuple[float, float]]] = {floor: []} | {version: [] for version in versions}
+        bytes_of: dict[str, dict[str, int]] = {}
         for _ in range(asked.runs):
-            taken["plain decode (floor)"].append(timed(plain_decode, folder))
-            taken["compaction"].append(timed(compact_once, folder))
+            taken[floor].append(timed(plain_decode, folder))
+            for version, checkout in versions.items():
+                took, bytes_of[version] = compact_once(checkout, folder)
+                taken[version].append(took)
         rows: list[dict[str, object]] = []
         for what, times in taken.items():
             wall, cpu = (statistics.median(column) for column in zip(*times, strict=True))
             each = {"receipts_per_s": round(receipts / wall), "receipts_per_cpu_s": round(receipts / cpu)}
             rows.append({"what": what, "wall_s": round(wall, 3), "cpu_s": round(cpu, 3), **each})
         print_rows(rows, title=f"medians of {asked.runs} runs, {receipts} receipts")
-        sizes = {"journal (floor)": journal}
-        for table in sorted(path for path in (folder / "tables").iterdir() if path.is_dir()):
-            sizes[table.name] = sum(path.stat().st_size for path in table.rglob("*.parquet"))
-        sizes["all tables"] = sum(sizes.values()) - journal
-        print_rows(
-            [
-                {"table": name, "bytes": size, "bytes_per_receipt": round(size / receipts, 2)}
-                for name, size in sizes.items()
-            ]
-        )
+        sizes = [_size("journal", "-", journal, receipts)]
+        for version, tables in bytes_of.items():
+            whole = tables | {"all tables": sum(tables.values())}
+            sizes += [_size(version, table, size, receipts) for table, size in whole.items()]
+        print_rows(sizes)
+        save(asked.save, "compaction", {"rows": rows, "sizes": sizes}, receipts=receipts, **options_of(asked))
     finally:
         shutil.rmtree(folder)
+
+
+def _size(version: str, table: str, size: int, receipts: int) -> dict[str, object]:
+    return {"what": version, "table": table, "bytes": size, "bytes_per_receipt": round(size / receipts, 2)}
 
 
 if __name__ == "__main__":

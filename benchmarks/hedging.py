@@ -108,7 +108,7 @@ def counted(control: str) -> dict[str, float]:
         for sample in family.samples:
             if sample.name == "sloscope_hedge_requests_total":
                 found[sample.labels["result"]] = sample.value
-            elif sample.name == "sloscope_hedge_waste_tokens_total":
+            elif sample.name == "sloscope_hedge_waste_prompt_tokens_total":
                 found["waste"] = sample.value
     return found
 
@@ -147,6 +147,7 @@ def row_of(sidecar: Sidecar, servers: Sequence[str], engines: Sequence[Path]) ->
         "to_slow": rounded(sum(record["upstream"] == servers[-1] for record in first) / len(first), 3),
         "ttft_p50_ms": quantile(500),
         "ttft_p90_ms": quantile(900),
+        "ttft_p95_ms": quantile(950),
         "ttft_p99_ms": quantile(990),
         "ttft_max_ms": quantile(1000),
         "hedged": len(second),

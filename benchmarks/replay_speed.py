@@ -3,12 +3,14 @@
 A source answers every request with a first token, then events at a steady rate and one longer gap in the middle, and
 stamps what it did. The client says what it saw; per request the error is the client's figure minus the source's. Lag is
 of the arrivals at the source behind the grid of the asked rate, from the arrival that was earliest against it, so it is
-measured in the same way whoever sends. Sides take turns; medians of the rounds.
+measured in the same way whoever sends; `own_lag` is what sloscope says of its sends. `source_late` is how far behind
+its own grid the source sent the worst event of each request: where that is long, the machine was busy. Sides take
+turns; medians of the rounds.
 
 `accuracy`: 50 requests/s of 4 s and 50 events/s, so 200 streams are open. `capacity`: 500 requests/s of 4 s and 10
 events/s, so 2,000 are open; sloscope alone, unless `--peers-at-capacity`. `sloscope replay` has one core, the source
-another; peers have all. AIPerf and GuideLLM run from installations of their own and a tokenizer
-of a local cache (HF_HOME): `--aiperf-python PATH --guidellm-python PATH --tokenizer NAME`.
+another; peers have all. They run from installations of their own, named by their interpreters:
+`--aiperf-python PATH --guidellm-python PATH --inference-perf-python PATH`.
 
 `python -m benchmarks.replay_speed`.
 """
@@ -20,8 +22,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,45 +32,27 @@ from typing import Any, NamedTuple
 from benchmarks.kept import options_of, save
 from benchmarks.sidecar_speed import on_core
 from benchmarks.streaming import proxies
+from benchmarks.streaming.clients import MS, WORDS, Client, Load, Run, Seen, aiperf, guidellm, inference_perf
 from sloscope.definitions import nearest_rank
 from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.output import FORMATS, message, print_rows
 
-MS = 1e6
 Row = dict[str, Any]
-
-
-class Load(NamedTuple):
-    name: str
-    rate: int  # requests per second
-    events: int  # of an answer
-    events_per_s: float
-    pause_ms: float
-    ttft_ms: float = 200
-
-    def requests(self, seconds: float) -> int:
-        return round(self.rate * seconds)
 
 
 ACCURACY = Load("accuracy", 50, 200, 50, 60)
 CAPACITY = Load("capacity", 500, 40, 10, 0)
+PEERS = {"aiperf": aiperf, "guidellm": guidellm, "inference-perf": inference_perf}
 
 
-class Seen(NamedTuple):
-    """One request, by its own id or that of its answer; ns."""
-
-    key: str
-    ttft_ns: float | None
-    gap_ns: float | None
+SAID = "said.json"  # what sloscope printed
 
 
 class Truth(NamedTuple):
     arrived_ns: int
     ttft_ns: int
     gap_ns: int
-
-
-Client = Callable[[str, Load, int, Path], list[Seen]]
+    late_ns: float  # behind the source's own grid, its worst event
 
 
 def sloscope(core: int | None) -> Client:
@@ -80,6 +65,7 @@ def sloscope(core: int | None) -> Client:
         with on_core(core):
             done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
         assert done.returncode == 0, done.stderr[-500:]
+        (folder / SAID).write_text(done.stdout)
         sent: dict[str, int] = {}
         stamps: dict[str, list[int]] = {}
         for path in journal_files(folder / "events"):
@@ -90,55 +76,24 @@ def sloscope(core: int | None) -> Client:
                     stamps.setdefault(record["request_id"], []).extend(record["t_ns"])
         return [Seen(key, times[0] - sent[key], largest(times)) for key, times in stamps.items()]
 
-    return run
-
-
-def aiperf(python: Path, tokenizer: str) -> Client:
-    def run(url: str, load: Load, requests: int, folder: Path) -> list[Seen]:
-        command = [
-            str(python.parent / "aiperf"), "profile", "--model", "bench", "--url", url, "--endpoint-type", "chat",
-            "--streaming", "--request-rate", str(load.rate), "--arrival-pattern", "constant", "--request-count",
-            str(requests), "--tokenizer", tokenizer, "--isl", "8", "--osl", str(load.events), "--artifact-dir",
-            str(folder), "--export-level", "records", "--ui", "none",
-        ]  # fmt: skip
-        subprocess.run(command, capture_output=True, cwd=folder, timeout=300, check=True)
-        rows = [json.loads(line) for line in (folder / "profile_export.jsonl").read_text().splitlines()]
-        return [
-            Seen(
-                row["metadata"]["x_request_id"],
-                row["metrics"]["time_to_first_token"]["value"] * MS,
-                max(row["metrics"]["inter_chunk_latency"]["value"]) * MS,
-            )
-            for row in rows
-            if "time_to_first_token" in row["metrics"]
-        ]
-
-    return run
-
-
-def guidellm(python: Path, tokenizer: str) -> Client:
-    def run(url: str, load: Load, requests: int, folder: Path) -> list[Seen]:
-        out = folder / "guidellm.json"
-        command = [
-            str(python.parent / "guidellm"), "run", "--backend", f"kind=openai_http,target={url},model=bench",
-            "--profile", f"kind=constant,rate={load.rate}", "--constraint", f"kind=max_requests,count={requests}",
-            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--data",
-            f"kind=synthetic_text,prompt_tokens=8,output_tokens={load.events}", "--output", f"kind=json,path={out}",
-            "--disable-console",
-        ]  # fmt: skip
-        subprocess.run(command, capture_output=True, cwd=folder, timeout=300, check=True)
-        (benchmark,) = json.loads(out.read_text())["benchmarks"]
-        rows = benchmark["requests"]["successful"]
-        return [Seen(row["response_id"], row["time_to_first_token_ms"] * MS, None) for row in rows]
-
-    return run
+    return Client(f"sloscope {version('sloscope')}", run)
 
 
 def largest(stamps: Sequence[int]) -> int | None:
     return max((after - before for before, after in pairwise(stamps)), default=None)
 
 
-def measure(client: Client, load: Load, seconds: float, core: int | None) -> Row:
+def late(row: Row, load: Load) -> float:
+    """Of the source's stamps of one answer; ns."""
+    due_ns = row["arrived_ns"] + load.ttft_ms * MS
+    worst, events = 0.0, len(row["sent_ns"])
+    for number, sent_ns in enumerate(row["sent_ns"]):
+        pause_ns = load.pause_ms * MS if events - number <= events // 2 else 0
+        worst = max(worst, sent_ns - due_ns - pause_ns - number * 1e9 / load.events_per_s)
+    return worst
+
+
+def measure(client: Run, load: Load, seconds: float, core: int | None) -> Row:
     requests = load.requests(seconds)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -148,11 +103,12 @@ def measure(client: Client, load: Load, seconds: float, core: int | None) -> Row
             with on_core(core):
                 url = stack.enter_context(proxies.source(load.events, load.events_per_s, *options))
             seen = client(url, load, requests, folder)
+        said = json.loads((folder / SAID).read_text()) if (folder / SAID).exists() else None
         truth: dict[str, Truth] = {}
         for line in log.read_text().splitlines():
             row = json.loads(line)
             sent = row["sent_ns"]
-            told = Truth(row["arrived_ns"], sent[0] - row["arrived_ns"], largest(sent) or 0)
+            told = Truth(row["arrived_ns"], sent[0] - row["arrived_ns"], largest(sent) or 0, late(row, load))
             truth[row["id"]] = truth[row["response"]] = told
     arrived = sorted({id(told): told.arrived_ns for told in truth.values()}.values())
     behind = [stamp - round(number * 1e9 / load.rate) for number, stamp in enumerate(arrived)]
@@ -168,7 +124,17 @@ def measure(client: Client, load: Load, seconds: float, core: int | None) -> Row
         "true_gap_p99_ms": p99(told.gap_ns for _, told in joined),
         "gap_error_p99_ms": p99(abs(e.gap_ns - told.gap_ns) for e, told in joined if e.gap_ns is not None),
         "arrival_lag_p99_ms": p99(stamp - min(behind) for stamp in behind),
+        "own_lag_p99_ms": said[0]["dispatch_lag_p99_s"] * 1e3 if said is not None else None,
+        "source_late_p99_ms": p99(told.late_ns for _, told in joined),
     }
+
+
+def go_before_others() -> None:
+    """Source and clients alike: what else runs on the machine is not what is measured."""
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, -15)
+    except PermissionError:
+        message("niceness stays as it is: without the right to lower it, other work on this machine is measured too")
 
 
 def p99(values_ns: Iterator[float | None] | Any) -> float | None:
@@ -181,20 +147,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loads", nargs="+", default=["accuracy", "capacity"], choices=["accuracy", "capacity"])
     parser.add_argument("--seconds", type=float, default=15, help="of arrivals (default: 15)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--aiperf-python", type=Path, help="interpreter of an installation with aiperf")
-    parser.add_argument("--guidellm-python", type=Path, help="interpreter of an installation with guidellm")
-    parser.add_argument("--tokenizer", default="local/words", help="for the peers (default: local/words)")
+    for name in PEERS:
+        parser.add_argument(f"--{name}-python", type=Path, metavar="PATH", help=f"interpreter with {name} installed")
+    parser.add_argument("--tokenizer", default=WORDS, help=f"of the peers, cached (default: {WORDS}, made here)")
     parser.add_argument("--peers-at-capacity", action="store_true", help="load them with 2,000 streams too")
     parser.add_argument("--format", default="table", choices=FORMATS, help="(default: table)")
     parser.add_argument("--save", type=Path, metavar="FILE", help="keep rows and machine as JSON")
     asked = parser.parse_args(arguments)
+    go_before_others()
     cores = sorted(os.sched_getaffinity(0))
     own: tuple[int | None, int | None] = (cores[0], cores[1]) if len(cores) > 1 else (None, None)
     peers: dict[str, Client] = {}
-    if asked.aiperf_python is not None:
-        peers["aiperf"] = aiperf(asked.aiperf_python, asked.tokenizer)
-    if asked.guidellm_python is not None:
-        peers["guidellm"] = guidellm(asked.guidellm_python, asked.tokenizer)
+    for name, peer in PEERS.items():
+        if (python := getattr(asked, f"{name.replace('-', '_')}_python")) is not None:
+            try:
+                peers[name] = peer(python.absolute(), asked.tokenizer)
+            except argparse.ArgumentTypeError as problem:
+                parser.error(f"--{name}-python: {problem}")
     rows = []
     for load in (ACCURACY, CAPACITY):
         if load.name not in asked.loads:
@@ -205,10 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found: dict[str, list[Row]] = {name: [] for name in sides}
         for number in range(asked.rounds):
             for name, client in sides.items():
-                found[name].append(measure(client, load, asked.seconds, own[0]))
+                found[name].append(measure(client.run, load, asked.seconds, own[0]))
             message(f"{load.name}: round {number + 1} of {asked.rounds}")
         for name, measured in found.items():
-            row: Row = {"load": load.name, "side": name}
+            row: Row = {"load": load.name, "side": name, "version": sides[name].version}
             for column in measured[0]:
                 values = [each[column] for each in measured if each[column] is not None]
                 row[column] = round(statistics.median(values), 2) if values else None

@@ -5,7 +5,8 @@ source's write to the read that completed the event at the sink. Events of the m
 have opened. Sides take turns in every round; figures are medians of the rounds, ratios medians of the ratios to nginx
 within a round. CPU is of all processes of a side (of the sidecar: supervisor, data plane and control plane, which
 is scraped every --scrape-every), per event that reached the sink. `recorded`: receipts in the sidecar's journal for
-each event that the sink received. On a machine with two cores or more the proxy has one for itself.
+each event that the sink received. `lost`: events that had not come when the sink gave up, 5 s after the last was due:
+a side that cannot keep up has some still in hand. On a machine with two cores or more the proxy has one for itself.
 
 `python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
 """
@@ -27,6 +28,7 @@ from typing import Any
 
 from benchmarks.kept import options_of, save
 from benchmarks.streaming import proxies
+from benchmarks.streaming.sink import KEY
 from sloscope.definitions import nearest_rank
 from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.output import FORMATS, message, print_rows
@@ -109,7 +111,8 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
         with on_core(cores[1]):
             side = stack.enter_context(start(url, folder))
         pids = descendants(side.pid) if side.pid else []
-        with urllib.request.urlopen(f"{side.url}/v1/models", timeout=30) as answer:
+        asking = urllib.request.Request(f"{side.url}/v1/models", headers={"authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(asking, timeout=30) as answer:
             answer.read()
         if side.control and asked.scrape_every:
             scraper = Scraper(f"{side.control}/metrics", asked.scrape_every)
@@ -135,6 +138,7 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
     assert delays_us, f"{side.name}: nothing came"
     return {
         "side": side.name,
+        "version": side.version or None,
         "events_per_s": arrived / asked.seconds,
         "lost": asked.streams * events - len(rows),
         "delay_p50_us": delays_us[nearest_rank(500, len(delays_us)) - 1],
@@ -161,7 +165,7 @@ def summary(rounds: Sequence[Sequence[Row]]) -> list[Row]:
     rows = []
     for column, first in enumerate(rounds[0]):
         of_side = [measured[column] for measured in rounds]
-        row: Row = {"side": first["side"]}
+        row: Row = {"side": first["side"], "version": first["version"]}
         for name in (
             "events_per_s",
             "lost",
@@ -201,7 +205,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "starlette": proxies.starlette,
     }
     if asked.litellm_python is not None:
-        known["litellm"] = proxies.litellm(asked.litellm_python)
+        try:
+            known["litellm"] = proxies.litellm(asked.litellm_python.absolute())
+        except argparse.ArgumentTypeError as problem:
+            parser.error(f"--litellm-python: {problem}")
         asked.sides.append("litellm")
     sides: dict[str, Start] = {}
     for name in asked.sides:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
 
 from sloscope.sse import StreamDecoder
 
+# Of a request: they speak of its body as it was sent, so that a server could take a changed one for a forged one.
+_VOUCHERS = frozenset(
+    {"content-digest", "content-encoding", "content-md5", "digest", "repr-digest", "signature", "signature-input"}
+)
 _OPTION = b'"stream_options":{"include_usage":true},'
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
 _LONGEST = 8 << 10  # bytes: an event beyond is no mere usage
 _BLANK = b" \t\r\n"
 
 
-def asking(body: bytes, asked: Mapping[str, Any]) -> bytes | None:
+def asking(body: bytes, asked: Mapping[str, Any], headers: Iterable[str] = ()) -> bytes | None:
     """The body with the option put in front, every other byte as it was. None: leave the body as it is, since it asks
-    for no stream or says itself which options it wants.
+    for no stream, says itself which options it wants, or is vouched for by one of the `headers` (names in lower case).
     """
-    if asked.get("stream") is not True or "stream_options" in asked:
+    if asked.get("stream") is not True or "stream_options" in asked or not _VOUCHERS.isdisjoint(headers):
         return None
     at = len(body) - len(body.lstrip(_BLANK)) + 1
     return body[:at] + _OPTION + body[at:]

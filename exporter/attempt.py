@@ -82,6 +82,7 @@ class Attempt:
         self.pool.end(self.work)
         self.pool = other
         other.begin(self.work)
+        self.exchange.attempt_moved(self)
         self.acquire()
 
     def _connected(self, connection: UpstreamConnection) -> None:
@@ -176,8 +177,8 @@ class Attempt:
         assert connection is not None
         connection.attempt = None
         connection.transport.abort()
-        is_whole = self.exchange.request_complete and not self._head
-        if (connection.used or not self.sent) and is_whole and not self._sent_again:
+        is_kept = self.exchange.is_kept and self.exchange.request_complete
+        if (connection.used or not self.sent) and is_kept and not self._head and not self._sent_again:
             # An idle connection that the upstream had closed: it never saw the request.
             self._sent_again = True
             self.sent = False

@@ -82,6 +82,11 @@ def sidecar(
         list[str] | None,
         typer.Option(help="Origin of web pages that may post receipts, as http://HOST:PORT; repeat it for several."),
     ] = None,
+    receipts_rate: Annotated[int, typer.Option(help="Receipts a second that one address may report.")] = 1000,
+    receipts_burst: Annotated[
+        int, typer.Option(help="Receipts that one address may report at once before the rate holds.")
+    ] = 20_000,
+    receipts_max_bytes: Annotated[int, typer.Option(help="Bytes of one report of receipts, at most.")] = 4 << 20,
     ca_file: Annotated[str, typer.Option(help="Certificates to trust for https upstreams, PEM.")] = "",
     token_file: Annotated[
         str, typer.Option(help=f"File with the bearer token of the control address; or set {bearer_token.VARIABLE}.")
@@ -111,6 +116,9 @@ def sidecar(
     check_role(role)
     check_balance(balance)
     _check_hedging(hedge_after, hedge_max_share, len(upstream))
+    _check_whole("--receipts-rate", receipts_rate, 1, 1_000_000)
+    _check_whole("--receipts-burst", receipts_burst, 1, 10_000_000)
+    _check_whole("--receipts-max-bytes", receipts_max_bytes, 1024, 1 << 30)
     cors_origins = tuple(parse_cors_origin(origin) for origin in cors_origin or [])
     with bind(*listen_at, "--listen") as listener, bind(*control_at, "--control") as control_listener:
         _check_events(events)
@@ -133,6 +141,9 @@ def sidecar(
                 sql_every_ns=sql_every_ns,
                 token=token,
                 cors_origins=cors_origins,
+                receipts_rate=receipts_rate,
+                receipts_burst=receipts_burst,
+                receipts_max_bytes=receipts_max_bytes,
                 engine_metrics=engines,
                 engine_metrics_every_ns=engines_every_ns,
                 balance=balance,
@@ -150,6 +161,11 @@ def _check_hedging(after: str, max_share: float, upstreams: int) -> None:
         parse_hedge_after(after)
         if upstreams < 2:
             raise ConfigError(f"--hedge-after: {after!r} needs a second --upstream to ask")
+
+
+def _check_whole(option: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ConfigError(f"{option}: {value} is not accepted; accepted: {least} to {most}")
 
 
 def _engine_metrics(urls: list[str], every: str) -> tuple[tuple[str, ...], int]:

@@ -61,6 +61,9 @@ class Contest:
         """No output event came in time."""
         self._timer = None
         (first,) = self.attempts
+        if not self._exchange.is_kept:
+            self._answer_with(first, "not_kept")
+            return
         pool = self._exchange.plane.upstreams.choose_up([*self._exchange.tried, first.pool])
         if pool is None:
             self._answer_with(first, "no_upstream")
@@ -88,11 +91,11 @@ class Contest:
     def body_received(self, attempt: Attempt, data: bytes, now: int, is_understood: bool = True) -> None:
         body, stream, response = attempt.body, attempt.stream, attempt.response
         assert body is not None and stream is not None and response is not None
+        is_broken = False
         try:
             payload, used = body.feed(data)
-        except MessageError:
-            self._exchange.attempt_broke_off(attempt, "eof")
-            return
+        except MessageError as error:
+            payload, used, is_broken = error.payload, error.used, True
         attempt.held.append(Held(data[:used], payload))
         attempt.held_bytes += used
         attempt.is_clean = used == len(data)
@@ -111,6 +114,8 @@ class Contest:
                 self._give_up(attempt, other, "eof")
         elif stream.type or is_opaque or body.complete or attempt.held_bytes > _MOST_HELD:
             self._answer_with(attempt, received_ns=now)
+        if is_broken and not attempt.over:
+            self._exchange.attempt_broke_off(attempt, "eof")
 
     def failed(self, attempt: Attempt, transport: str) -> bool:
         """Without output, and HTTP says so. True: it leaves it to the other one. False: it answers for the request."""

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse
 from exporter.engine_metrics import EngineMetrics
 from exporter.link import DataPlaneLink
 from exporter.questions import OutOfTimeError, Questions, parse_time_ns, published
-from exporter.receipts import MAX_BATCH, MAX_BYTES, ReceiptError, Receipts
+from exporter.receipts import MAX_BATCH, ReceiptError, ReceiptRate, Receipts
 from exporter.settings import Settings
 from sloscope import __version__
 from sloscope.clock import Clock, SystemClock
@@ -53,6 +53,7 @@ class ControlPlane:
             self.store,
             lambda: JournalWriter(Path(settings.events), "client", clock, encode),
             clock,
+            ReceiptRate(clock, settings.receipts_rate, settings.receipts_burst),
         )
         self.engines = EngineMetrics(settings, self.store, clock)
         self.questions = Questions(Path(settings.events), self.contract)
@@ -137,6 +138,7 @@ def create_app(plane: ControlPlane) -> FastAPI:
             return _error(403, f"origin: {origin[:80]!r} is not accepted; accepted: what --cors-origin names")
         answer = Response(status_code=204) if request.method == "OPTIONS" else await call_next(request)
         answer.headers["access-control-allow-origin"] = origin
+        answer.headers["access-control-expose-headers"] = "retry-after"
         answer.headers["vary"] = "origin"
         if request.method == "OPTIONS":
             answer.headers["access-control-allow-methods"] = "POST"
@@ -162,7 +164,7 @@ def create_app(plane: ControlPlane) -> FastAPI:
             )
             answer.headers["retry-after"] = str(wait_s)
             return answer
-        return await _take_receipts(plane, sender, await _body(request))
+        return await _take_receipts(plane, sender, await _body(request, plane.settings.receipts_max_bytes))
 
     @app.get("/api/contract")
     async def contract() -> Response:
@@ -188,15 +190,15 @@ def _error(status: int, text: str) -> Response:
     return JSONResponse({"error": text}, status)
 
 
-async def _body(request: Request) -> bytes:
-    """The body, read no further than a receipt batch may be long."""
+async def _body(request: Request, most: int) -> bytes:
+    """The body, read no further than `most` bytes."""
     pieces: list[bytes] = []
     size = 0
     try:
         async for piece in request.stream():
             size += len(piece)
-            if size > MAX_BYTES:
-                raise HTTPException(413, f"body: accepted: at most {MAX_BYTES} bytes")
+            if size > most:
+                raise HTTPException(413, f"body: accepted: at most {most} bytes")
             pieces.append(piece)
     except ClientDisconnect:
         # Nobody reads this, and nobody is to read a traceback for each page that was closed too early.

@@ -7,6 +7,7 @@ supervisor is gone. One event loop; the journal has a thread; nobody else is her
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -31,6 +32,7 @@ from sloscope.recorder import Recorder, encode
 from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
+_COLLECT = (10_000, 20, 20)
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
 
 
@@ -166,7 +168,10 @@ class DataPlane:
                 client.exchange.cut()
             client.close()
         for observation in list(self.watch.active.values()):
-            observation.ended("timeout", "", False, self.clock.monotonic_ns())
+            try:
+                observation.ended("timeout", "", False, self.clock.monotonic_ns())
+            except Exception as error:
+                self.observer_failed(error)
         await asyncio.sleep(0)
         self._metrics_server.close()
         for connection in list(self.metrics_connections):
@@ -227,6 +232,9 @@ async def run(settings: Settings, listen_fd: int, metrics_fd: int) -> None:
     orphaned.add_done_callback(lambda _: stop.set())
     plane = DataPlane(settings, SystemClock(), loop)
     await plane.start(socket.socket(fileno=listen_fd), socket.socket(fileno=metrics_fd))
+    # What is here now stays: a collection that looks through all of it would be some stream's late event.
+    gc.freeze()
+    gc.set_threshold(*_COLLECT)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await stop.wait()

@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from exporter.data_plane import DataPlane
 
 _UPLOAD_BUFFER = 256 << 10  # bytes of a body that is not looked at, while the upstream is not connected yet
-_MOST_GATHERED = 64 << 20  # bytes of all bodies that are to be read whole and are not complete
+_MOST_GATHERED = 64 << 20  # bytes of all bodies that are to be read whole, or are kept to be sent once more
 _LAST_CHUNK = b"0\r\n\r\n"
 ID_HEADER = b"x-sloscope-request-id"
 
 
 class Gathering:
-    """Bodies under way that are to be read whole. Together they are bounded, and where they would be more the largest
-    gives way: a few clients that never finish must not keep the others from being read.
+    """Bodies under way that are to be read whole, and whole ones that are kept until they are answered. Together they
+    are bounded. Where they would be more the largest of those that are kept is let go, since nothing is lost as long as
+    its upstream answers; then the largest under way passes unread: a few clients that never finish must not keep the
+    others from being read.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,10 @@ class Gathering:
         self._sizes[exchange] = self._sizes.get(exchange, 0) + size
         self.bytes += size
         while self.bytes > _MOST_GATHERED:
-            max(self._sizes, key=self._sizes.__getitem__).pass_unread()
+            giving = [each for each in self._sizes if each.may_give_way]
+            if not giving:
+                return  # all that is left is still to be sent
+            max(giving, key=lambda each: (each.is_dispatched, self._sizes[each])).give_way()
 
     def drop(self, exchange: Exchange) -> None:
         self.bytes -= self._sizes.pop(exchange, 0)
@@ -80,7 +85,8 @@ class Exchange:
         self._payload: list[bytes] = []
         self._own_headers: http1.Headers = []  # in place of the client's
         self._asks_usage = False
-        self._dispatched = False
+        self.is_dispatched = False
+        self.is_kept = True  # could be sent once more
 
         # Who answers. While that is not decided there is no leader, and what the attempts bring is held.
         self._leader: Attempt | None = None
@@ -175,6 +181,22 @@ class Exchange:
             self._request_complete(now)
         return used
 
+    @property
+    def may_give_way(self) -> bool:
+        return not self.is_dispatched or all(attempt.sent for attempt in self._attempts)
+
+    def give_way(self) -> None:
+        if self.is_dispatched:
+            self._forget()
+        else:
+            self.pass_unread()
+
+    def _forget(self) -> None:
+        """The request is not sent once more."""
+        self._raw = []
+        self.is_kept = False
+        self.plane.gathering.drop(self)
+
     def pass_unread(self) -> None:
         """Too large to look at: from here on it streams."""
         self._gathering = False
@@ -183,18 +205,18 @@ class Exchange:
 
     def _request_complete(self, now: int) -> None:
         self._whole_ns = now
-        if not self._dispatched:
+        if not self.is_dispatched:
             body = b"".join(self._payload)
             self._payload = []
             self._dispatch(body if self._gathering else None, now)
 
     def _dispatch_unread(self) -> None:
-        if not self.over and not self._dispatched:
+        if not self.over and not self.is_dispatched:
             self._dispatch(None, None)
 
     def _dispatch(self, body: bytes | None, body_complete_ns: int | None) -> None:
         """Begins the record and looks for a connection, both at once; the request is sent when both are there."""
-        self._dispatched = True
+        self.is_dispatched = True
         self.plane.gathering.drop(self)
         asked = self._read(body)
         pool = self.plane.upstreams.choose()
@@ -227,7 +249,7 @@ class Exchange:
         return estimate(asked if self._observation is not None else None, max(self._raw_bytes, self._declared))
 
     def _ask_usage(self, body: bytes, asked: Mapping[str, Any]) -> None:
-        changed = ask_usage.asking(body, asked)
+        changed = ask_usage.asking(body, asked, self._head.lowered())
         if changed is None:
             return
         if isinstance(self._head.body, Chunked):
@@ -247,13 +269,21 @@ class Exchange:
 
     def request_sent(self) -> None:
         if not self._head.body.complete:
-            self._raw = []  # a body that is streamed is not kept to be sent once more
+            self._forget()  # as it is streamed
             self._client.resume_reading()
+        elif self._raw_bytes:
+            self.plane.gathering.drop(self)  # a second attempt sends the same
+            self.plane.gathering.add(self, self._raw_bytes)
 
     def next_upstream(self, failed: Pool) -> Pool | None:
         """For an attempt that could not reach its own."""
         self.tried.append(failed)
         return self.plane.upstreams.choose([*self.tried, *(each.pool for each in self._attempts)])
+
+    def attempt_moved(self, attempt: Attempt) -> None:
+        """Its upstream could not be reached, and it goes to another one."""
+        if self._observation is not None:
+            self._observation.went_to[attempt.number] = attempt.pool.upstream.url
 
     @property
     def _attempts(self) -> list[Attempt]:
@@ -317,7 +347,7 @@ class Exchange:
     def _encode_head(self, attempt: Attempt) -> bytes:
         response = attempt.response
         assert response is not None
-        self._raw = []
+        self._forget()
         is_chunked = isinstance(response.body, Chunked)
         if self._asks_usage and _is_plain_stream(response):
             self._filter = UsageFilter()
@@ -345,14 +375,11 @@ class Exchange:
             return
         body = attempt.body
         assert body is not None
+        is_broken = False
         try:
             payload, used = body.feed(data)
-        except MessageError:
-            if head:
-                self._client.transport.write(head)
-                self._understand_head(attempt.response, is_new=True)
-            self._break_off("eof")
-            return
+        except MessageError as error:
+            payload, used, is_broken = error.payload, error.used, True  # what came before it is as good as ever
         if self._filter is None:
             out = payload if self._dechunk else data if used == len(data) else data[:used]
         else:
@@ -367,7 +394,9 @@ class Exchange:
             self.observe(self._observation.forwarded, payload, 0, len(payload), now, forwarded_ns, added_ns)
             if self._awaits_output:
                 self._time_output(attempt, now)
-        if body.complete:
+        if is_broken:
+            self._break_off("eof")
+        elif body.complete:
             if not self.over:
                 self._response_complete(clean=used == len(data))
         elif head:
@@ -378,9 +407,8 @@ class Exchange:
         body, observation = attempt.body, self._observation
         is_plain = self._filter is None and not self._dechunk and not self._awaits_output
         if isinstance(body, Chunked) and observation is not None and is_plain and not self.over:
-            general, write = attempt.receive, self._client.transport.write
-            plane = self.plane
-            attempt.receive = relay(body, write, observation, plane.clock.monotonic_ns, general, plane.observer_failed)
+            write, now = self._client.transport.write, self.plane.clock.monotonic_ns
+            attempt.receive = relay(body, write, observation, now, attempt.receive)
 
     def _time_output(self, attempt: Attempt, now: int) -> None:
         assert self._observation is not None and self.plane.hedges is not None

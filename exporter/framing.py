@@ -17,6 +17,7 @@ _PADDED_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
 _SIZES: dict[bytes, int] = {}
 _MOST_SIZES = 4096
 _MOST_SIZE_DIGITS = 15
+_MOST_SHORT = 4096  # bytes of a chunk that `whole_chunk` looks at
 _TRAILER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[\t\x20-\x7e\x80-\xff]*\r\n")
 # A neighbour that merges trailers into the head must not find there where the message ends, what it is or who sent it.
 _NO_TRAILERS = frozenset(
@@ -29,11 +30,16 @@ _NO_TRAILERS = frozenset(
 
 
 class MessageError(Exception):
-    """A message that must not be forwarded. `status` is what a client is told."""
+    """A message that must not be forwarded. `status` is what a client is told.
+
+    Of a body, `used` bytes of what was fed last are whole chunks before what is wrong, with `payload` in them.
+    """
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
         self.status = status
+        self.used = 0
+        self.payload = b""
 
 
 class NoBody:
@@ -107,33 +113,41 @@ class Chunked:
         """Payload and the number of bytes that belong to the body. Raises MessageError(400)."""
         pieces: list[bytes] = []
         at, size = 0, len(data)
-        while at < size and not self.complete:
-            if self._left:
-                at = self._data(data, at, pieces)
-                continue
-            end = data.find(b"\n", at) + 1
-            if end == 0:
-                self._line += data[at:]
-                at = size
-                if len(self._line) >= _MAX_CHUNK_LINE:
+        chunk = 0  # where the latest begins
+        try:
+            while at < size and not self.complete:
+                if self._left:
+                    at = self._data(data, at, pieces)
+                    continue
+                end = data.find(b"\n", at) + 1
+                if end == 0:
+                    self._line += data[at:]
+                    if len(self._line) >= _MAX_CHUNK_LINE:
+                        raise MessageError(400, _LONG_LINE)
+                    at = size
+                    break
+                line = self._line + data[at:end] if self._line else data[at:end]
+                self._line = b""
+                if len(line) > _MAX_CHUNK_LINE:
                     raise MessageError(400, _LONG_LINE)
-                break
-            line = self._line + data[at:end] if self._line else data[at:end]
-            self._line = b""
-            at = end
-            if len(line) > _MAX_CHUNK_LINE:
-                raise MessageError(400, _LONG_LINE)
-            if self._in_trailer:
-                self._trailer(line)
-            else:
-                self._size(line)
+                if self._in_trailer:
+                    self._trailer(line)
+                else:
+                    self._size(line)
+                    chunk = at
+                at = end
+        except MessageError as error:
+            # A part of a chunk, or its end without what follows, could pass for more than it is.
+            is_within = self._in_trailer or self._left
+            error.payload, error.used = b"".join(pieces), chunk if is_within else at
+            raise
         return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), at
 
     def whole_chunk(self, data: bytes) -> int:
-        """Where the payload starts if these bytes are exactly one chunk; it ends two bytes before they do. Else 0, and
-        they are still to be fed.
+        """Where the payload starts if these bytes are exactly one chunk, and a short one; it ends two bytes before they
+        do. Else 0, and they are still to be fed.
         """
-        if self._left or self._line or self._in_trailer or self.complete:
+        if self._left or self._line or self._in_trailer or self.complete or len(data) > _MOST_SHORT:
             return 0
         start = data.find(b"\n", 0, _MOST_SIZE_DIGITS + 2) + 1
         line = data[:start]
@@ -143,14 +157,13 @@ class Chunked:
             if match is None:
                 return 0
             left = int(match[1], 16) + 2
-            if len(_SIZES) < _MOST_SIZES and len(line) < 8:
+            if len(_SIZES) < _MOST_SIZES:
                 _SIZES[line] = left
         return start if len(data) - start == left > 2 and data.endswith(b"\r\n") else 0
 
     def _data(self, data: bytes, at: int, pieces: list[bytes]) -> int:
-        payload = min(self._left - 2, len(data) - at)
+        start, payload = at, min(self._left - 2, len(data) - at)
         if payload > 0:
-            pieces.append(data[at : at + payload])
             self._left -= payload
             at += payload
         if self._left <= 2 and at < len(data):
@@ -160,6 +173,8 @@ class Chunked:
                 raise MessageError(400, "chunked body: a chunk does not end where its size says")
             self._left -= len(got)
             at += len(got)
+        if payload > 0:
+            pieces.append(data[start : start + payload])
         return at
 
     def _size(self, line: bytes) -> None:

@@ -14,14 +14,14 @@ from sloscope.exposition import MetricStore
 from sloscope.units import NS_PER_S, parse_duration_ns
 
 # What became of a request that could have been hedged, exactly one each.
-RESULTS = ("not_needed", "won", "lost", "undecided", "over_share", "no_upstream", "no_threshold")
+RESULTS = ("not_needed", "won", "lost", "undecided", "over_share", "no_upstream", "no_threshold", "not_kept")
 WINDOW = 1000  # recent first outputs
 WINDOW_NS = 300 * NS_PER_S
 _BEYOND = 5  # so many of the recent ones have to lie beyond the quantile before it is believed
 _MOST_SAVED = 10  # hedges that a quiet time may save up
 _MILLION = 1_000_000
 _QUANTILE = re.compile(r"p([0-9]{2}(?:\.[0-9])?)")
-_REQUESTS, _WASTE = "sloscope_hedge_requests_total", "sloscope_hedge_waste_tokens_total"
+_REQUESTS, _WASTE = "sloscope_hedge_requests_total", "sloscope_hedge_waste_prompt_tokens_total"
 
 
 class HedgeAfter(NamedTuple):

@@ -23,8 +23,8 @@ from sloscope.recorder import Done, Recorder
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
 FLUSH_NS = 900_000_000  # the ticker looks 20 times a second, so a batch is at most a second old
-# Reads of one request, and their bytes, that may wait to be understood: about 0.2 ms of work.
-_MOST_READS, _MOST_READ_BYTES = 64, 64 << 10
+_MOST_READS = 64  # of one request that wait to be understood, when the ticker looks: about 0.2 ms of work
+_MOST_READ_BYTES = 64 << 10  # likewise, of those that are no short chunks
 _MAX_TEXT = 200
 _LOST = Ended("unfinished", "recorder_lost")  # how it ended is not known, as of a recorder that died
 _STOP_AFTER = re.compile(r"[0-9]{1,9}")
@@ -60,7 +60,14 @@ class Watch:
 
     def due(self, now: int) -> list[Observation]:
         """Whose batch is old enough to be written."""
-        return [each for each in self.active.values() if each.pending_since and now - each.pending_since >= FLUSH_NS]
+        found, before = [], now - FLUSH_NS
+        for each in self.active.values():
+            reads = each.reads
+            if (reads and (reads[0][3] <= before or len(reads) >= _MOST_READS)) or (
+                each.pending_since and each.pending_since <= before
+            ):
+                found.append(each)
+        return found
 
     def loop_was_late(self, lag_ns: int) -> None:
         for observation in self.active.values():
@@ -89,18 +96,20 @@ class Observation:
         self._asked: Mapping[str, Any] | None = None
         self._begin: records.Record = {}
         self._attempt: int | None = None  # whose stream this is, None for the first
+        self.went_to: dict[int, str] = {}  # attempts whose upstream is another one than in their begin
         self._labels: Labels = ("", "", "")
         self._resolved: Resolved = self._resolve()
         # Whether it streams, and how many choices, is known when the request was read.
         self._stream = StreamRecord(orjson.loads, watch.settings.inspect_limit)
         self._last_handed = arrived_ns, 0  # of the last read: forwarded_ns, added_ns
-        # Of reads: data, start and stop of the payload, received_ns, forwarded_ns, added_ns.
-        self._reads: list[tuple[bytes, int, int, int, int, int]] = []
+        # Reads that were handed on and not understood yet: data, start and stop of the payload, received_ns,
+        # forwarded_ns, added_ns. One list for life, which `relay` appends to.
+        self.reads: list[tuple[bytes, int, int, int, int, int]] = []
         self._read_bytes = 0
         self._flushed = 0  # receipts in the journal
         self._forwarded: list[int] = []  # of the batch that is not flushed
         self._added: list[int] = []  # likewise
-        self.pending_since = 0  # stamp of its oldest read, 0 without one
+        self.pending_since = 0  # stamp of its oldest event, 0 without one
 
         self._server_timing: dict[str, int] = {}
         self.loop_lag_max_ns = 0
@@ -259,6 +268,7 @@ class Observation:
                     outcome=end.outcome,
                     reason=end.reason,
                     end_ns=end_ns,
+                    upstream=self.went_to.get(number),
                     **known,
                 )
             )
@@ -276,7 +286,7 @@ class Observation:
     @property
     def about_events(self) -> int:
         """The same, a read that is not understood yet taken for one."""
-        return len(self._stream.type) + len(self._reads)
+        return len(self._stream.type) + len(self.reads)
 
     # --- the response
 
@@ -291,16 +301,16 @@ class Observation:
         """One socket read's body bytes, `data[start:stop]`, which were handed on at `forwarded_ns`, done after
         `added_ns`. They are understood with others, at the latest with their batch.
         """
-        if not self.pending_since:
-            self.pending_since = received_ns
-        self._reads.append((data, start, stop, received_ns, forwarded_ns, added_ns))
+        self.reads.append((data, start, stop, received_ns, forwarded_ns, added_ns))
         self._read_bytes += stop - start
-        if self._read_bytes > _MOST_READ_BYTES or len(self._reads) >= _MOST_READS:
+        if self._read_bytes > _MOST_READ_BYTES:
             self.understand()
 
     def understand(self) -> None:
         """Makes receipts of what was forwarded. A read that raises costs only itself; raises the last such error."""
-        reads, self._reads, self._read_bytes = self._reads, [], 0
+        reads = self.reads[:]
+        self.reads.clear()
+        self._read_bytes = 0
         receive, failure = self._stream.receive, None
         for data, start, stop, received_ns, forwarded_ns, added_ns in reads:
             try:
@@ -348,7 +358,7 @@ class Observation:
             forwarded_ns=forwarded,
             **self._stream.chunks(start, stop),
         )
-        self.watch.recorder.put(record)
+        self.watch.recorder.put_later(record)
         self.watch.store.observe_many("sloscope_sidecar_added_seconds", added)
 
     # --- the end
@@ -429,6 +439,7 @@ class Observation:
             loop_lag_max_ns=self.loop_lag_max_ns,
             consumer_hold_ns=self.consumer_hold_ns,
             server_timing=server_timing,
+            upstream=self.went_to.get(self._attempt or 0),
             **known,
         )
 

@@ -19,7 +19,6 @@ from sloscope.records import OUTCOMES, OUTPUT_TYPES, Record
 from sloscope.units import NS_PER_S
 
 MAX_BATCH = 1000
-MAX_BYTES = 4 << 20
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
 _MAX_NS = 2**62  # compaction takes no larger stamp: sums with an offset between clocks must fit a column
@@ -27,7 +26,7 @@ _MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must
 _REMEMBERED = 100_000
 _MAX_LABELS = 32
 _MAX_LABEL_TEXT = 256  # characters: a label is a name, and no place for what was said
-_MAX_NAME = 200  # characters of a model or tenant, as the data plane cuts them
+_MAX_NAME = 200  # characters of a model, tenant or foreign id, as the data plane cuts them
 _MAX_REASON = 64  # characters of a finish reason, as the stream decoder cuts them
 _OWN_LIMITS = tuple(f"{name}_ns" for name in LIMIT_NAMES)
 _REJECTED = "sloscope_receipts_rejected_total"
@@ -41,8 +40,6 @@ _FIELDS = (
 )  # fmt: skip
 
 
-_RECEIPT_NS = 1_000_000  # one address may report 1000 receipts a second …
-_BURST_NS = 20_000 * _RECEIPT_NS  # … after as many as a replay keeps while the control plane does not answer
 _BYTES_PER_RECEIPT = 2048  # so many more cost the time of another one
 _MAX_SENDERS = 10_000
 
@@ -52,18 +49,21 @@ class ReceiptRate:
     what that was too much is waited for.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, per_s: int, burst: int) -> None:
+        """Receipts that one address may report: so many a second, after so many at once."""
         self._clock = clock
+        self._receipt_ns = NS_PER_S // per_s
+        self._burst_ns = burst * self._receipt_ns
         self._paid_until_ns: OrderedDict[str, int] = OrderedDict()  # by address, the latest last
 
     def wait_s(self, sender: str) -> int:
         """Whole seconds until this sender may report again; 0: it may now."""
-        over = self._paid_until_ns.get(sender, 0) - self._clock.monotonic_ns() - _BURST_NS
+        over = self._paid_until_ns.get(sender, 0) - self._clock.monotonic_ns() - self._burst_ns
         return -(-over // NS_PER_S) if over > 0 else 0
 
     def took(self, sender: str, receipts: int, size: int = 0) -> None:
         """`size`: bytes of their body."""
-        cost = (receipts + size // _BYTES_PER_RECEIPT) * _RECEIPT_NS
+        cost = (receipts + size // _BYTES_PER_RECEIPT) * self._receipt_ns
         paid = max(self._paid_until_ns.pop(sender, 0), self._clock.monotonic_ns())
         self._paid_until_ns[sender] = paid + cost
         if len(self._paid_until_ns) > _MAX_SENDERS:
@@ -83,7 +83,12 @@ class Receipts:
     """Takes receipts one by one. The contract's `sloscope_client_*` families and the journal of `client` are here."""
 
     def __init__(
-        self, contract: Contract, store: MetricStore, open_writer: Callable[[], JournalWriter], clock: Clock
+        self,
+        contract: Contract,
+        store: MetricStore,
+        open_writer: Callable[[], JournalWriter],
+        clock: Clock,
+        rate: ReceiptRate,
     ) -> None:
         self._contract = contract
         self._store = store
@@ -92,7 +97,7 @@ class Receipts:
         self._open_writer = open_writer
         self._writer: JournalWriter | None = None
         self._seen: OrderedDict[tuple[str, int, bool], None] = OrderedDict()
-        self.rate = ReceiptRate(clock)
+        self.rate = rate
         self.lost = 0
         for cause in CAUSES:
             store.init(_REJECTED, (cause,))
@@ -312,10 +317,13 @@ def _check_labels(labels: object) -> None:
 
 def _check_texts(receipt: Mapping[str, Any]) -> None:
     """A long one may be what was said, so it is counted and not repeated. Their types are the record's business."""
-    for name in ("model", "tenant"):
+    for name in ("model", "tenant", "external_id", "clock_id"):
         text = receipt.get(name)
         if isinstance(text, str) and len(text) > _MAX_NAME:
             raise ReceiptError("malformed", f"{name}: {len(text)} characters; accepted: at most {_MAX_NAME}")
+    retried = receipt.get("retry_of")
+    if isinstance(retried, str) and not is_request_id(retried):
+        raise ReceiptError("malformed", f"retry_of: {len(retried)} characters that are no 26-character ULID")
     reasons = receipt.get("finish_reason")
     if not isinstance(reasons, list):
         return

@@ -20,10 +20,11 @@ def relay(
     observation: Observation,
     monotonic_ns: Callable[[], int],
     otherwise: Receive,
-    observer_failed: Callable[[Exception], None],
 ) -> Receive:
-    """Takes reads of a body that is under way, each with its stamp. `otherwise` gets those that are not one chunk."""
-    whole_chunk, forwarded = body.whole_chunk, observation.forwarded
+    """Takes reads of a body that is under way, each with its stamp. `otherwise` gets those that are not one short
+    chunk.
+    """
+    whole_chunk, note = body.whole_chunk, observation.reads.append
 
     def receive(data: bytes, received_ns: int) -> None:
         start = whole_chunk(data)
@@ -33,9 +34,6 @@ def relay(
         # Before the write: on another core the client can have the bytes before the call returns.
         forwarded_ns = monotonic_ns()
         write(data)
-        try:
-            forwarded(data, start, len(data) - 2, received_ns, forwarded_ns, monotonic_ns() - received_ns)
-        except Exception as error:
-            observer_failed(error)
+        note((data, start, len(data) - 2, received_ns, forwarded_ns, monotonic_ns() - received_ns))
 
     return receive

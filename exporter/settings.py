@@ -100,6 +100,9 @@ class Settings:
     sql_every_ns: int  # 0: off
     token: str = ""
     cors_origins: tuple[str, ...] = ()  # web pages that may post receipts
+    receipts_rate: int = 1000  # receipts a second that one address may report …
+    receipts_burst: int = 20_000  # … after so many: what a replay keeps while the control plane does not answer
+    receipts_max_bytes: int = 4 << 20  # of one report
     engine_metrics: tuple[str, ...] = ()  # URLs as given, each with a label of its own
     engine_metrics_every_ns: int = 5_000_000_000
     balance: str = "tokens"

@@ -23,6 +23,7 @@ TOGETHER_NS = 2_000_000
 NAMES = ("none", "ordinal", "tokens")
 NONE, ORDINAL, TOKENS = range(3)
 _SPACE_NS = 4 * TOGETHER_NS
+_SUMMABLE_NS = 2**60  # a few of these, and a stamp, fit 64 bits
 
 
 @dataclass(slots=True)
@@ -130,7 +131,10 @@ def _by_tokens(
 
 @dataclass(slots=True)
 class LateGaps:
-    """Columns of `late_gaps` for one observer; `row` is the request. Masks tell what is known."""
+    """Columns of `late_gaps` for one observer; `row` is the request. Masks tell what is known.
+
+    `follows`: the one before is the event before, and the two differ by numbers of which several have a sum.
+    """
 
     row: Ints
     choice: Ints
@@ -144,6 +148,15 @@ class LateGaps:
     has_prev: NDArray[np.bool_]
     aligned: NDArray[np.bool_]
     prev_aligned: NDArray[np.bool_]
+    follows: NDArray[np.bool_]
+
+    @property
+    def gap_ns(self) -> Ints:
+        return self.at_ns - self.prev_ns
+
+    @property
+    def delivery_ns(self) -> Ints:
+        return self.gap_ns - (self.emit_at_ns - self.emit_prev_ns)
 
 
 def late_gaps(receipts: Grouped, emission_ns: Ints, emitted: Ints) -> LateGaps:
@@ -152,7 +165,7 @@ def late_gaps(receipts: Grouped, emission_ns: Ints, emitted: Ints) -> LateGaps:
     if not len(t_ns):
         empty = np.zeros(0, dtype=np.int64)
         no = empty.astype(bool)
-        return LateGaps(empty, empty, empty, empty, empty, empty, empty, empty, empty, no, no, no)
+        return LateGaps(empty, empty, empty, empty, empty, empty, empty, empty, empty, no, no, no, no)
     aligned = emitted >= 0
     sent_ns = emission_ns[np.maximum(emitted, 0)] if len(emission_ns) else np.zeros_like(t_ns)
     sent_ns = np.where(aligned, sent_ns, 0)
@@ -166,7 +179,7 @@ def late_gaps(receipts: Grouped, emission_ns: Ints, emitted: Ints) -> LateGaps:
     until = np.minimum(_within(t_ns, receipts, kept), stop)
     emitted_until = np.minimum(_within(sent_ns, receipts, kept), until)
     has_prev = ~first[kept]
-    return LateGaps(
+    gaps = LateGaps(
         row=receipts.row[receipts.group[kept]],
         choice=receipts.choice[receipts.group[kept]],
         ordinal=receipts.ordinal0[kept] + 1,
@@ -179,7 +192,14 @@ def late_gaps(receipts: Grouped, emission_ns: Ints, emitted: Ints) -> LateGaps:
         has_prev=has_prev,
         aligned=aligned[kept],
         prev_aligned=both[kept],
+        follows=has_prev & (np.diff(kept, prepend=-2) == 1) & (aligned[kept] == aligned[kept - 1]),
     )
+    gaps.follows &= _summable(gaps.gap_ns) & (~gaps.aligned | _summable(gaps.delivery_ns))
+    return gaps
+
+
+def _summable(values: Ints) -> NDArray[np.bool_]:
+    return (values > -_SUMMABLE_NS) & (values < _SUMMABLE_NS)
 
 
 def _within(stamps: Ints, groups: Grouped, kept: Ints) -> Ints:

@@ -1,9 +1,10 @@
 """Requests to rows: the three observers side by side, their arrays, and the gaps worth judging."""
 
 import json
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from datetime import UTC, date, datetime
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ _ARROW = {
     "INTEGER[]": pa.list_(pa.int32()),
     "TINYINT[]": pa.list_(pa.int8()),
 }
+_DAY_NS = 86_400 * NS_PER_S
 _OWN_LIMITS = ("ttft_ns", "ttft_visible_ns", "itl_max_ns", "tpot_ns", "e2e_ns")
 _BEGIN_TEXT = ("external_id", "retry_of", "model", "tenant", "class", "contract_hash")
 
@@ -44,21 +46,16 @@ class Row:
 
     request: Request
     sides: dict[str, Side]  # observer → side
+    ordered: list[Side]  # the same, client first
     waste_tokens: int | None
     events: dict[str, Events]
     set_aside: int  # recorders whose begin came second
+    arrival_at_ns: int
 
     @property
-    def ordered(self) -> list[Side]:
-        return [self.sides[observer] for observer in records.OBSERVERS if observer in self.sides]
-
-    @property
-    def arrival_at_ns(self) -> int:
-        return self.ordered[0].arrival_at_ns
-
-    @property
-    def arrival_date(self) -> date:
-        return datetime.fromtimestamp(self.arrival_at_ns // NS_PER_S, UTC).date()
+    def arrival_day(self) -> int:
+        """Days since the epoch, UTC."""
+        return self.arrival_at_ns // _DAY_NS
 
 
 def row_of(request: Request) -> Row:
@@ -70,19 +67,16 @@ def row_of(request: Request) -> Row:
         set_aside += aside
     sides = {observer: winner(found) for observer, found in attempts.items()}
     events = {observer: events_of(side) for observer, side in sides.items()}
-    row = Row(request, sides, None, events, set_aside)
-    stated = [side.end["hedge_waste_tokens"] for side in row.ordered if side.end and "hedge_waste_tokens" in side.end]
-    if stated:
-        row.waste_tokens = stated[0]
-    else:
-        # The engine knows what was computed, others what they received of it.
-        for observer in reversed(records.OBSERVERS):
-            lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
-            if lost:
-                wasted = [_lost_tokens(observer, side) for side in lost]
-                known = [tokens for tokens in wasted if tokens is not None]
-                row.waste_tokens = sum(known) if len(known) == len(wasted) else None
-                break
+    ordered = [sides[observer] for observer in records.OBSERVERS if observer in sides]
+    row = Row(request, sides, ordered, None, events, set_aside, ordered[0].arrival_at_ns)
+    # The engine knows what was computed, others what they received of it.
+    for observer in reversed(records.OBSERVERS):
+        lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
+        if lost:
+            wasted = [_lost_tokens(observer, side) for side in lost]
+            known = [tokens for tokens in wasted if tokens is not None]
+            row.waste_tokens = sum(known) if len(known) == len(wasted) else None
+            break
     return row
 
 
@@ -157,14 +151,14 @@ class Assembly:
         return [None if side is None else value(side) for side in self._sides[observer]]
 
     def _begin(self, observer: str, name: str) -> list[Any]:
-        return [begin.get(name) for begin in self._begins[observer]]
+        return _field(self._begins[observer], name)
 
     def _end(self, observer: str, name: str) -> list[Any]:
-        return [end.get(name) for end in self._ends[observer]]
+        return _field(self._ends[observer], name)
 
     def _first(self, name: str) -> list[Any]:
         """The begin field of the first observer that has it."""
-        return [begin.get(name) for begin in self._merged]
+        return _field(self._merged, name)
 
     def _common(self) -> None:
         out = self._requests
@@ -184,7 +178,7 @@ class Assembly:
         out["labels"] = [None if found is None else json.dumps(found, sort_keys=True) for found in labels]
         for name in ("warmup", "length_forced"):
             out[name] = [_label(each, name) for each in sides]
-        out["hedge_waste_tokens"] = self._each(lambda row: row.waste_tokens)
+        out["hedge_waste_output_tokens"] = self._each(lambda row: row.waste_tokens)
         self._chunks["request_id"] = out["request_id"]
         self._chunks["arrival_date"] = out["arrival_date"]
 
@@ -315,40 +309,52 @@ class Assembly:
         self._gaps.append(self._gap_table(observer, gaps, names, both, same_clock))
 
     def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
-        ids = pa.array(self._requests["request_id"], pa.string())
-        row = pa.array(gaps.row)
-        return _table(
-            "late_gaps",
-            {
-                "request_id": ids.take(row),
-                "arrival_date": [self._day] * len(gaps.row),
-                "observer": [observer] * len(gaps.row),
-                "choice": gaps.choice,
-                "ordinal": gaps.ordinal,
-                "kind": np.where(gaps.has_prev, "gap", "first_output").tolist(),
-                "at_ns": gaps.at_ns,
-                "gap_ns": pa.array(gaps.at_ns - gaps.prev_ns, mask=~gaps.has_prev),
-                "lag_ns": pa.array(gaps.at_ns - gaps.emit_at_ns, mask=~gaps.aligned),
-                "delivery_ns": pa.array(
-                    (gaps.at_ns - gaps.prev_ns) - (gaps.emit_at_ns - gaps.emit_prev_ns), mask=~gaps.prev_aligned
-                ),
-                "together": gaps.together,
-                "emit_together": pa.array(gaps.emit_together, mask=~gaps.aligned),
-                "same_clock": pa.array(same_clock[gaps.row], mask=~both[gaps.row]),
-                "alignment": names.take(row),
-            },
-        )
+        count = np.arange(len(gaps.row))
+        start = np.maximum.accumulate(np.where(gaps.follows, 0, count))
+        place = (count - start) % tables.GAPS_A_ROW
+        head = np.flatnonzero(place == 0)
+        row = gaps.row[head]
+        columns: dict[str, Any] = {
+            "request_id": pa.array(self._requests["request_id"], pa.string()).take(pa.array(row)),
+            "arrival_date": pa.repeat(pa.scalar(self._day, pa.date32()), len(row)),
+            "observer": pa.repeat(observer, len(row)),
+            "choice": gaps.choice[head],
+            "ordinal_0": gaps.ordinal[head],
+            "at_0_ns": gaps.at_ns[head],
+            "lag_0_ns": pa.array((gaps.at_ns - gaps.emit_at_ns)[head], mask=~gaps.aligned[head]),
+            "same_clock": pa.array(same_clock[row], mask=~both[row]),
+            "alignment": names.take(pa.array(row)),
+        }
+        gap_ns, delivery_ns = gaps.gap_ns, gaps.delivery_ns
+        for each in range(tables.GAPS_A_ROW):
+            at = np.minimum(head + each, len(place) - 1)
+            there = place[at] == each
+            aligned = there & gaps.aligned[at]
+            columns |= {
+                f"gap_{each}_ns": pa.array(gap_ns[at], mask=~(there & gaps.has_prev[at])),
+                f"delivery_{each}_ns": pa.array(delivery_ns[at], mask=~(there & gaps.prev_aligned[at])),
+                f"together_{each}": pa.array(gaps.together[at], mask=~there),
+                f"emit_together_{each}": pa.array(gaps.emit_together[at], mask=~aligned),
+            }
+        return _table("late_gaps", columns)
 
     def _sources(self) -> pa.Table:
-        out: dict[str, list] = {column.name: [] for column in tables.SOURCES}
+        ids, journals, counts, spans = [], [], [0], array("q")
         for row in self._rows:
-            for journal, spans in row.request.sources.items():
-                flat = np.frombuffer(spans, dtype=np.int64).reshape(-1, 3)
-                out["request_id"].append(row.request.request_id)
-                out["journal"].append(journal)
-                for name, values in zip(("starts", "ends", "wall_offsets"), flat.T, strict=True):
-                    out[name].append(values)
-        return _table("sources", out)
+            for journal, lines in row.request.sources.items():
+                ids.append(row.request.request_id)
+                journals.append(journal)
+                spans += lines
+                counts.append(len(spans) // 3)
+        offsets = pa.array(counts, pa.int32())
+        flat = np.frombuffer(spans, dtype=np.int64).reshape(-1, 3)
+        lists = [pa.ListArray.from_arrays(offsets, pa.array(flat[:, column])) for column in range(3)]
+        found = dict(zip(("starts", "ends", "wall_offsets"), lists, strict=True))
+        return _table("sources", {"request_id": ids, "journal": journals, **found})
+
+
+def _field(said: list[records.Record], name: str) -> list[Any]:
+    return [each.get(name) for each in said]
 
 
 def _ending(row: Row, observer: str) -> tuple[str | None, str | None]:
@@ -397,6 +403,6 @@ def _table(name: str, values: dict[str, Any]) -> pa.Table:
     arrays = []
     for field in schema:
         value = values[field.name]
-        array_ = value if isinstance(value, (pa.Array, pa.ChunkedArray)) else pa.array(value, field.type)
-        arrays.append(array_.cast(field.type) if array_.type != field.type else array_)
+        column = value if isinstance(value, (pa.Array, pa.ChunkedArray)) else pa.array(value, field.type)
+        arrays.append(column.cast(field.type) if column.type != field.type else column)
     return pa.table(arrays, schema=schema)

@@ -34,7 +34,7 @@ def open_session(
 ) -> Session:
     """`preset`: the contract to take, said on stderr, where none was given and none lies with the events."""
     contract, name = relaxed(*find_contract(_recorded(events), contract_file, goodput, preset), relax)
-    return Session(
+    session = Session(
         events,
         contract,
         contract_name=name,
@@ -42,6 +42,9 @@ def open_session(
         observer=observer,
         window=None if window is None else parse_window(window, "--window"),
     )
+    if session.note:
+        message(session.note)
+    return session
 
 
 def _recorded(events: Path) -> Path:

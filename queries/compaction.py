@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from queries.histories import Request
 from queries.intake import Intake, Line, Problems, recorder_of
 from queries.parts import Parts, live_files, remove_leftovers
 from queries.pending import close_lost, feed, load_pending, pending_text, reread
-from sloscope.errors import JournalError
+from sloscope.errors import JournalError, UnwritableError
 from sloscope.journal import Manifest, write_atomically, writer_of
 from sloscope.recovery import directory_lock
 from sloscope.units import NS_PER_S
@@ -34,6 +34,7 @@ from sloscope.units import NS_PER_S
 SETTLE_NS = 2 * NS_PER_S
 HELD_EVENTS = 4_000_000  # output events in memory before what is settled is written
 ROWS_PER_PART = 100_000
+EPOCH = date(1970, 1, 1)
 Progress = Callable[[str, int, int], None]
 
 
@@ -67,7 +68,8 @@ def compact(
 ) -> CompactionReport:
     """One pass. `now_wall_ns` is the wall time against which `settle_ns` is counted; default: the system's.
 
-    JournalError when the directory is missing, cannot be written, or another pass does not finish.
+    JournalError when the directory is missing or another pass does not finish. UnwritableError when it cannot be
+    written: its tables stay as they were.
     """
     events = Path(events)
     if not events.is_dir():
@@ -75,7 +77,12 @@ def compact(
     started = time.monotonic()
     now = time.time_ns() if now_wall_ns is None else now_wall_ns
     with directory_lock(events), _no_cycle_search():
-        report = _Pass(events, now, settle_ns, progress or _silent).run()
+        compaction = _Pass(events, now, settle_ns, progress or _silent)
+        try:
+            report = compaction.run()
+        except UnwritableError:
+            compaction.clear()  # a full disk has no room for files that nobody reads
+            raise
     report.seconds = time.monotonic() - started
     return report
 
@@ -114,7 +121,7 @@ class _Pass:
 
     def run(self) -> CompactionReport:
         before, report = self._before, self._report
-        remove_leftovers(self._events, live_files(before) | set(before.state.get("previous", [])))
+        self.clear()
         self._requests = load_pending(self._events, before, self._problems)
         for request in self._requests.values():
             request.in_tables = False
@@ -134,6 +141,10 @@ class _Pass:
         report.bad_lines, report.torn = self._problems.bad_lines, self._problems.torn
         report.problems = self._problems.named
         return report
+
+    def clear(self) -> None:
+        """Removes what no manifest names: of a pass that was killed, or of this one where it failed."""
+        remove_leftovers(self._events, live_files(self._before) | set(self._before.state.get("previous", [])))
 
     def _read(self, intake: Intake) -> None:
         total = intake.unread_bytes
@@ -205,7 +216,6 @@ class _Pass:
         pending = ""
         if self._requests:
             pending = f"tables/pending-g{manifest.generation:08d}.jsonl"
-            (self._events / "tables").mkdir(exist_ok=True)
             write_atomically(self._events / pending, pending_text(self._requests.values()))
         manifest.state = {
             "schema": tables.fingerprint(),
@@ -252,10 +262,10 @@ def _of_this_schema(manifest: Manifest, events: Path) -> Manifest:
 
 def _by_day(requests: Iterable[Request]) -> list[tuple[date, list[Row]]]:
     """Rows by day of arrival, in the order of arrival."""
-    days: dict[date, list[Row]] = {}
+    days: dict[int, list[Row]] = {}
     for row in sorted(map(row_of, requests), key=lambda row: (row.arrival_at_ns, row.request.request_id)):
-        days.setdefault(row.arrival_date, []).append(row)
-    return sorted(days.items())
+        days.setdefault(row.arrival_day, []).append(row)
+    return [(EPOCH + timedelta(days=day), rows) for day, rows in sorted(days.items())]
 
 
 class _EventRows:

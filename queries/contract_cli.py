@@ -112,6 +112,8 @@ def workload_rows(contract: Contract, file: Path, events: Path | None, observer:
     if events is not None:
         with Session(events, contract, contract_name=str(file), observer=observer) as session:
             measured = {row["length"]: row for row in session.run("lengths").rows}
+            if session.note:
+                message(session.note)
     rows = []
     for length in ("prompt_tokens", "output_tokens"):
         declared = contract.workload.get(length, {})

@@ -26,24 +26,24 @@ _LABEL_TYPES = frozenset((str, int, float, bool))
 _LIMITS = frozenset(records.LIMIT_FIELDS)
 _STAMPS = {"chunks": "t_ns", "emit": "computed_ns"}
 # Each list of a batch: its array's code, and what stands for null where null is accepted.
-_LISTS: dict[str, dict[str, tuple[str, int | None]]] = {
-    "chunks": {
-        "t_ns": ("q", None),
-        "choice": ("i", None),
-        "type": ("B", None),
-        "tokens": ("i", NULL_TOKENS),
-        "forwarded_ns": ("q", NULL_NS),
-    },
-    "emit": {
-        "choice": ("i", None),
-        "cum_tokens": ("i", None),
-        "computed_ns": ("q", None),
-        "handed_ns": ("q", NULL_NS),
-        "written_ns": ("q", NULL_NS),
-        "step_id": ("q", NULL_NS),
-    },
+_LISTS: dict[str, tuple[tuple[str, str, int | None], ...]] = {
+    "chunks": (
+        ("t_ns", "q", None),
+        ("choice", "i", None),
+        ("type", "B", None),
+        ("tokens", "i", NULL_TOKENS),
+        ("forwarded_ns", "q", NULL_NS),
+    ),
+    "emit": (
+        ("choice", "i", None),
+        ("cum_tokens", "i", None),
+        ("computed_ns", "q", None),
+        ("handed_ns", "q", NULL_NS),
+        ("written_ns", "q", NULL_NS),
+        ("step_id", "q", NULL_NS),
+    ),
 }
-_HEAD = frozenset({"v", "kind", "request_id", "attempt", "ordinal0"})
+_HEAD_NAMES = len(("v", "kind", "request_id", "ordinal0"))  # all required; `attempt` may stand beside them
 _NOT_A_TYPE = bytes(range(len(records.OUTPUT_TYPES)))
 
 
@@ -127,14 +127,15 @@ def _batch(kind: str, record: dict[str, Any]) -> records.Record:
     if not 0 <= record["ordinal0"] < 2**63 or not 0 <= record.get("attempt", 0) < 2**63:
         records.check(record)
         raise RecordError(f"{kind}: ordinal0 and attempt: accepted: 0 or more")
-    count, lists = len(stamps), _LISTS[kind]
-    arrays: dict[str, array[int] | bytes] = {}
-    for name, value in record.items():
-        if name in _HEAD:
-            continue
-        if name not in lists or type(value) is not list or len(value) != count:
+    count, found = len(stamps), _HEAD_NAMES + ("attempt" in record)
+    lists = [(name, code, null, record[name]) for name, code, null in _LISTS[kind] if name in record]
+    if len(record) != found + len(lists):
+        return _refuse(record)
+    for _, _, _, value in lists:
+        if type(value) is not list or len(value) != count:
             return _refuse(record)
-        code, null = lists[name]
+    arrays: dict[str, array[int] | bytes] = {}
+    for name, code, null, value in lists:
         try:
             arrays[name] = array(code, value)
         except (TypeError, OverflowError):

@@ -15,6 +15,7 @@ from queries.decode import NULL_NS, NULL_TOKENS
 from queries.intake import Line, arrival_stamp
 from sloscope import records
 
+_BESIDE_SIDES = frozenset(("state", "late", "decision"))
 _STAMPS = {"chunks": "t_ns", "emit": "computed_ns"}
 _TOKENS = {"chunks": "tokens", "emit": "cum_tokens"}
 _DELIVERY = {"chunks": ("forwarded_ns",), "emit": ("handed_ns", "written_ns")}
@@ -134,13 +135,11 @@ class Request:
         if spans is None:
             spans = self.sources[line.journal] = array("q")
         spans.extend((line.start, line.end, line.wall_offset))
-        if kind == "state":
-            self.states.setdefault(line.writer, []).append(record)
-            return
-        if kind == "late":
-            self.late.append(record)
-            return
-        if kind == "decision":
+        if kind in _BESIDE_SIDES:
+            if kind == "state":
+                self.states.setdefault(line.writer, []).append(record)
+            elif kind == "late":
+                self.late.append(record)
             return
         attempt = (line.observer, record.get("attempt", 0))
         writers = self.attempts.get(attempt)

@@ -160,14 +160,16 @@ class Chain:
 
     def _place(self, record: records.Record, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
         kind = record["kind"]
+        if kind == "chunks" or kind == "emit":
+            if (kind == "emit") != (self.observer == "engine"):
+                raise RecordError(f"kind: {kind!r} does not belong to observer {self.observer!r}")
+            return Line(record, name, self.writer, self.observer, place.clock_id, start, end, 0)
         if kind == "clock":
             if not (0 <= record["mono_ns"] < MAX_STAMP_NS and 0 <= record["wall_ns"] < MAX_STAMP_NS):
                 raise RecordError("clock: places stamps where no column reaches; accepted: 0 to 2^62 ns")
             place.add(record)
             self.horizon = max(self.horizon, record["wall_ns"])
             return None
-        if kind in ("chunks", "emit") and (kind == "emit") != (self.observer == "engine"):
-            raise RecordError(f"kind: {kind!r} does not belong to observer {self.observer!r}")
         if kind == "begin" and record["observer"] != self.observer:
             raise RecordError(f"begin.observer: {record['observer']!r} in a journal of {self.observer!r}")
         wall_offset = 0

@@ -5,9 +5,11 @@ Files that the manifest does not name are leftovers; those that it named last st
 still hold the manifest before.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -18,12 +20,13 @@ import pyarrow.parquet as pq
 
 from queries import tables
 from queries.assemble import arrow_schema
-from sloscope.errors import JournalError
+from sloscope.errors import UnwritableError
 from sloscope.journal import Manifest
 
 ROW_GROUP = 65_536
 SMALL_ROWS = 50_000
 MANY_SMALL = 16
+WRITERS = 2
 # What a pass writes below `tables`, a name that was not renamed yet included. Nothing else is ours to delete.
 _OURS = re.compile(
     rf"(?:{'|'.join(tables.PER_REQUEST + tables.PER_EVENT)})/arrival_date=[0-9-]+/"
@@ -51,13 +54,13 @@ def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
     """
     columns = tables.stored(table)
     split = [f"{c.name}.list.element" for c in columns if c.type == "BIGINT[]"]
-    split += ["at_ns"] if table == "late_gaps" else []
+    split += ["at_0_ns"] if table == "late_gaps" else []
     delta = [c.name for c in columns if c.type == "BIGINT" and c.name not in split]
     dictionary = [c.name for c in columns if c.type == "VARCHAR" and c.name != "request_id"]
     dictionary += [f"{c.name}.list.element" for c in columns if c.type in ("INTEGER[]", "TINYINT[]")]
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(
             rows,
             beside,
@@ -71,7 +74,9 @@ def write_parquet(path: Path, table: str, rows: pa.Table) -> None:
             os.fsync(file.fileno())
         os.replace(beside, path)
     except OSError as error:
-        raise JournalError(f"{str(path)!r}: cannot be written: {error.strerror}") from None
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise UnwritableError(f"{str(path)!r}: cannot be written: {error.strerror or error}") from None
 
 
 class Parts:
@@ -95,8 +100,11 @@ class Parts:
         self.final.append(self._write(self._name(day), rows))
 
     def _write(self, name: str, rows: dict[str, pa.Table]) -> Part:
-        for table in tables.PER_REQUEST:
-            write_parquet(self._root / table / name, table, rows[table])
+        # Encoding and zstd are most of it, and leave the interpreter free.
+        with ThreadPoolExecutor(WRITERS) as pool:
+            written = [pool.submit(write_parquet, self._root / t / name, t, rows[t]) for t in tables.PER_REQUEST]
+        for each in written:
+            each.result()
         ids = rows["requests"]["request_id"]
         bounds = pc.min_max(ids).as_py()
         return Part(name, bounds["min"], bounds["max"], len(ids))

@@ -182,11 +182,15 @@ def records_page() -> str:
     )
 
 
+_NO_BRACES = str.maketrans("", "", "{}")
+
+
 def tables_page() -> str:
     body: list[str] = []
     for name, columns in tables.TABLES.items():
         body += [f"## {name}", ""]
-        rows = [(f"`{c.name}`", c.type, c.doc, f"`{c.derived}`" if c.derived else "") for c in columns]
+        shown = {c.name: f"`{c.derived.translate(_NO_BRACES)}`" if c.derived else "" for c in columns}
+        rows = [(f"`{c.name}`", c.type, c.doc, shown[c.name]) for c in columns]
         if any(c.derived for c in columns):
             body += _table(("column", "type", "meaning", "computed when read"), rows)
         else:

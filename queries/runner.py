@@ -9,9 +9,12 @@ name in a fixed list, params are bound, and after opening DuckDB reaches no file
 """
 
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,7 +29,7 @@ from duckdb.sqltypes import BIGINT, BOOLEAN, DOUBLE, VARCHAR
 from queries import tables
 from queries.header import Header, read_header
 from sloscope.contract import LIMIT_NAMES, OBSERVERS, Contract
-from sloscope.errors import QueryError
+from sloscope.errors import QueryError, UnwritableError
 from sloscope.journal import Manifest
 from sloscope.units import NS_PER_S, format_instant, format_ns
 
@@ -146,7 +149,7 @@ class Session:
             raise QueryError(f"events: {str(events)!r} is not a directory")
         self._prepare(contract, contract_name, every_class, observer, window, threads, memory_limit)
         if compact_first:
-            _compact(self.events)
+            self._compact_or_beside()
         self._create_tables(self._table_views())
         self._finish()
 
@@ -186,6 +189,9 @@ class Session:
     ) -> None:
         if observer is not None and observer not in OBSERVERS:
             raise QueryError(f"observer: {observer!r} is not accepted; accepted: {', '.join(OBSERVERS)}")
+        self.note = ""  # what a person must know of how the records were read
+        self._tables_at = self.events
+        self._scratch: weakref.finalize | None = None
         self.contract = contract
         self.contract_name = contract_name
         self.every_class = every_class
@@ -203,8 +209,27 @@ class Session:
         self._connection.execute("set enable_progress_bar = false")  # it would stand on stdout, between the rows
 
     def _table_views(self) -> dict[str, str]:
-        manifest = Manifest.load(self.events)
-        return {name: tables.table_sql(manifest, self.events, name) for name in tables.TABLES}
+        manifest = Manifest.load(self._tables_at)
+        return {name: tables.table_sql(manifest, self._tables_at, name) for name in tables.TABLES}
+
+    def _compact_or_beside(self) -> None:
+        """Where the directory cannot be written what is new is compacted in a temporary place, which ends with the
+        session.
+        """
+        try:
+            _compact(self.events)
+        except UnwritableError as error:
+            # Imported late, as compaction is.
+            from queries.beside import compact_beside
+
+            try:
+                scratch = Path(tempfile.mkdtemp(prefix="sloscope-"))
+                self._scratch = weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True)
+                compact_beside(self.events, scratch)
+            except (OSError, UnwritableError) as why:
+                raise UnwritableError(f"{error}; nor is there room in a temporary place: {why}") from None
+            self._tables_at = scratch
+            self.note = f"{error}; what is new was compacted in {tempfile.gettempdir()!r}, for this answer alone"
 
     def _create_tables(self, sqls: Mapping[str, str], kind: str = "view") -> None:
         for name, sql in sqls.items():
@@ -225,7 +250,9 @@ class Session:
         self._set_window(self._given_window)
         self._connection.execute((HERE / "functions.sql").read_text(encoding="utf-8"))
         self._created: set[str] = set()
-        self._connection.execute("set allowed_directories = [$tables]", {"tables": str(self.events / "tables") + "/"})
+        # Both: what stands in a temporary place as a link is opened where it is.
+        folders = {"tables": f"{self._tables_at / 'tables'}/", "linked": f"{self.events.resolve() / 'tables'}/"}
+        self._connection.execute("set allowed_directories = [$tables, $linked]", folders)
         self._connection.execute("set enable_external_access = false")
         self._connection.execute("set lock_configuration = true")
 
@@ -299,6 +326,8 @@ class Session:
 
     def refresh(self, window: Window | None = None) -> None:
         """Compacts what is new and moves the window; None keeps the window given at the start, or all data."""
+        if self._scratch is not None:
+            raise QueryError(f"events {str(self.events)!r}: could not be written at the start; accepted: a new session")
         with self._lock:
             _compact(self.events)
             self._create_tables(self._table_views())
@@ -416,6 +445,8 @@ class Session:
 
     def close(self) -> None:
         self._connection.close()
+        if self._scratch is not None:
+            self._scratch()
 
     def __enter__(self) -> "Session":
         return self

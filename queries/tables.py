@@ -18,7 +18,7 @@ class Column(NamedTuple):
     name: str
     type: str  # DuckDB's spelling
     doc: str
-    derived: str = ""  # SQL over the stored columns: it is not in the files, whose size is mostly stamps
+    derived: str = ""  # SQL over the stored columns, by the names of `_gaps_at`: it is not in the files
 
 
 def _columns(type_: str, *pairs: tuple[str, str]) -> tuple[Column, ...]:
@@ -130,7 +130,7 @@ REQUESTS: tuple[Column, ...] = (
     Column("client_alignment", "VARCHAR", "client receipts with emissions: ordinal, tokens, none; NULL without both"),
     Column("sidecar_alignment", "VARCHAR", "sidecar receipts with emissions: ordinal, tokens, none; NULL without both"),
     Column(
-        "hedge_waste_tokens",
+        "hedge_waste_output_tokens",
         "BIGINT",
         "output tokens of losing attempts: the engine's count, else as received; NULL with one attempt, or if unknown",
     ),
@@ -163,38 +163,47 @@ LATE_GAPS: tuple[Column, ...] = (
     *_ID_AND_DATE,
     Column("observer", "VARCHAR", "client or sidecar"),
     Column("choice", "INTEGER", "choice index"),
-    Column("ordinal", "BIGINT", "of the event that ends the gap, from 1 in its choice"),
-    Column("kind", "VARCHAR", "first_output (ordinal 1) or gap"),
-    Column("prev_ns", "BIGINT", "receipt stamp of the event before; NULL at ordinal 1", "at_ns - gap_ns"),
-    *_columns(
-        "BIGINT",
-        ("at_ns", "receipt stamp of the event"),
-        ("gap_ns", "at minus prev; NULL at ordinal 1"),
+    Column("ordinal", "BIGINT", "of the event that ends the gap, from 1 in its choice", "{ordinal}"),
+    Column(
+        "kind",
+        "VARCHAR",
+        "first_output (ordinal 1) or gap",
+        "case when {ordinal} = 1 then 'first_output' else 'gap' end",
     ),
+    Column("prev_ns", "BIGINT", "receipt stamp of the event before; NULL at ordinal 1", "{at} - {gap}"),
+    Column("at_ns", "BIGINT", "receipt stamp of the event", "{at}"),
+    Column("gap_ns", "BIGINT", "at minus prev; NULL at ordinal 1", "{gap}"),
     Column(
         "emit_prev_ns",
         "BIGINT",
         "when the engine computed the event before; NULL when not aligned",
-        "(at_ns - lag_ns) - (gap_ns - delivery_ns)",
+        "({at} - {lag}) - ({gap} - {delivery})",
     ),
-    Column("emit_at_ns", "BIGINT", "when the engine computed the event; NULL when not aligned", "at_ns - lag_ns"),
+    Column("emit_at_ns", "BIGINT", "when the engine computed the event; NULL when not aligned", "{at} - {lag}"),
     Column(
         "emit_gap_ns",
         "BIGINT",
         "the engine's own gap; NULL at ordinal 1 or when not aligned",
-        "gap_ns - delivery_ns",
+        "{gap} - {delivery}",
     ),
-    Column("hold_ns", "BIGINT", "at minus emitted; NULL across clocks", "case when same_clock then lag_ns end"),
+    Column("hold_ns", "BIGINT", "at minus emitted; NULL across clocks", "case when same_clock then {lag} end"),
     Column(
         "prev_hold_ns",
         "BIGINT",
         "the same of the event before",
-        "case when same_clock then lag_ns - delivery_ns end",
+        "case when same_clock then {lag} - {delivery} end",
     ),
-    *_columns(
+    Column(
+        "together",
         "BIGINT",
-        ("together", "events of the choice received within 2 ms from at_ns on, this one included"),
-        ("emit_together", "how many of those the engine computed within 2 ms; NULL when not aligned"),
+        "events of the choice received within 2 ms from at_ns on, this one included",
+        "{together}",
+    ),
+    Column(
+        "emit_together",
+        "BIGINT",
+        "how many of those the engine computed within 2 ms; NULL when not aligned",
+        "{emit_together}",
     ),
     Column("same_clock", "BOOLEAN", "receipt and engine stamps may be subtracted; NULL without both"),
     Column("alignment", "VARCHAR", "ordinal, tokens or none; NULL without both"),
@@ -351,12 +360,26 @@ TABLES: dict[str, tuple[Column, ...]] = {
     "decisions": DECISIONS,
     "engines": ENGINES,
 }
+# A stored row of `late_gaps` holds up to this many that follow on each other: the stamps of one are those before the
+# next, and in rows of their own they would be written twice.
+GAPS_A_ROW = 4
+
+
+def _gaps_of_a_row() -> Iterator[Column]:
+    for place in range(GAPS_A_ROW):
+        yield Column(f"gap_{place}_ns", "BIGINT", "at minus prev; NULL at ordinal 1 and behind the row's last")
+        yield Column(f"delivery_{place}_ns", "BIGINT", "gap minus the engine's own gap; NULL also when not aligned")
+        yield Column(f"together_{place}", "BIGINT", "as `together`")
+        yield Column(f"emit_together_{place}", "BIGINT", "as `emit_together`")
+
+
 # In the files alone: the columns above are derived from them, and they are small numbers where stamps are large.
 STORED_ONLY: dict[str, tuple[Column, ...]] = {
-    "late_gaps": _columns(
-        "BIGINT",
-        ("lag_ns", "at minus emitted, also across clocks; NULL when not aligned"),
-        ("delivery_ns", "gap minus the engine's own gap; NULL at ordinal 1 or when not aligned"),
+    "late_gaps": (
+        Column("ordinal_0", "BIGINT", "ordinal of the row's first"),
+        Column("at_0_ns", "BIGINT", "its receipt stamp"),
+        Column("lag_0_ns", "BIGINT", "at minus emitted, also across clocks; NULL when not aligned"),
+        *_gaps_of_a_row(),
     ),
 }
 PER_REQUEST = ("requests", "chunks", "late_gaps", "sources")  # written and rewritten together, part by part
@@ -398,5 +421,22 @@ def table_sql(manifest: Manifest, events: Path, table: str) -> str:
     scan = f"read_parquet([{listed}], hive_partitioning=false, union_by_name=true)"
     if stored(table) == columns(table):
         return scan
-    selected = ", ".join(f'{c.derived} as "{c.name}"' if c.derived else f'"{c.name}"' for c in columns(table))
-    return f"(select {selected} from {scan})"
+    return "(" + " union all ".join(_gaps_at(place, scan) for place in range(GAPS_A_ROW)) + ")"
+
+
+def _gaps_at(place: int, scan: str) -> str:
+    """The late gaps that stand at one place of their stored rows. Stamps are those of the first, plus what follows."""
+    until = range(1, place + 1)
+    stored_as = {
+        "ordinal": f"(ordinal_0 + {place})",
+        "at": f"({' + '.join(['at_0_ns', *(f'gap_{k}_ns' for k in until)])})",
+        "lag": f"({' + '.join(['lag_0_ns', *(f'delivery_{k}_ns' for k in until)])})",
+        "gap": f"gap_{place}_ns",
+        "delivery": f"delivery_{place}_ns",
+        "together": f"together_{place}",
+        "emit_together": f"emit_together_{place}",
+    }
+    selected = ", ".join(
+        f'{c.derived.format_map(stored_as)} as "{c.name}"' if c.derived else f'"{c.name}"' for c in LATE_GAPS
+    )
+    return f"select {selected} from {scan} where together_{place} is not null"

@@ -186,7 +186,7 @@ _RECORDER = [
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_outstanding_tokens", "gauge", "Estimate of the tokens that the upstream still has to work off: prompts without output yet, and output not received.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}hedge_requests_total", "counter", "Requests that could have been sent to a second upstream, by what became of that.", ("result",), (), "recorder"),
-    Metric(f"{PREFIX}hedge_waste_tokens_total", "counter", "Prompt tokens sent to attempts that did not answer their request: by the answer's usage, else estimated from the body.", (), (), "recorder"),
+    Metric(f"{PREFIX}hedge_waste_prompt_tokens_total", "counter", "Prompt tokens sent to attempts that did not answer their request: by the answer's usage, else estimated from the body.", (), (), "recorder"),
     Metric(f"{PREFIX}upstream_engine_up", "gauge", "1 if the engine's metrics came and were understood at the last poll.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_engine_scrape_seconds", "gauge", "How long the last poll of the engine's metrics took.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_engine_scrape_failures_total", "counter", "Polls of the engine's metrics that failed, by cause.", ("upstream", "cause"), (), "recorder"),

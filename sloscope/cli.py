@@ -5,13 +5,14 @@ A part is imported only when its subcommand runs, so `--help` stays fast and tor
 
 import importlib
 import sys
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from sloscope import __version__
-from sloscope.errors import SloscopeError
+from sloscope.errors import ConfigError, SloscopeError
 
 
 class Command(NamedTuple):
@@ -103,6 +104,9 @@ def root(
 
 def main() -> None:
     try:
+        if "--events=" in sys.argv or ("--events", "") in pairwise(sys.argv):
+            # A variable that is not set, and a path of no characters would be the current directory.
+            raise ConfigError("--events: '' is not accepted; accepted: a directory")
         app()
     except SloscopeError as error:
         typer.echo(f"error: {error}", err=True)

@@ -4,6 +4,7 @@
     ├── ContractError          an SLO contract or a limit that does not parse
     ├── RecordError            a journal record that breaks the schema
     ├── JournalError           a directory or file of the journal that cannot be used
+    │   └── UnwritableError    one that cannot be written: the disk is full, read-only, or somebody else's
     ├── TraceError             a workload trace that cannot be replayed
     ├── QueryError             an unknown question, parameter or window
     ├── CompareError           two results made under different contracts
@@ -28,6 +29,10 @@ class RecordError(SloscopeError):
 
 
 class JournalError(SloscopeError):
+    pass
+
+
+class UnwritableError(JournalError):
     pass
 
 

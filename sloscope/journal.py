@@ -16,7 +16,7 @@ from typing import Any
 
 from sloscope import records
 from sloscope.clock import Clock, boot_id
-from sloscope.errors import JournalError, RecordError
+from sloscope.errors import JournalError, RecordError, UnwritableError
 from sloscope.units import NS_PER_S
 
 CLOCK_EVERY_NS = 10 * NS_PER_S
@@ -68,7 +68,7 @@ class JournalWriter:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
-            raise JournalError(f"events directory {str(events)!r}: {error.strerror}") from None
+            raise UnwritableError(f"events directory {str(events)!r}: {error.strerror}") from None
 
     @property
     def path(self) -> Path:
@@ -335,4 +335,4 @@ def write_atomically(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             beside.unlink()
-        raise JournalError(f"{str(path)!r}: cannot be written: {error.strerror}") from None
+        raise UnwritableError(f"{str(path)!r}: cannot be written: {error.strerror}") from None

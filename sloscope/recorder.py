@@ -19,6 +19,7 @@ from sloscope.units import NS_PER_S
 BEGIN_PATIENCE_S = 0.005  # how long a request waits for its `begin` to be on disk
 _MAX_WAITING = 50_000  # records; beyond, the disk does not follow and records are dropped
 _BATCH = 512
+_GATHER_S = 0.05  # for which a record that is in no hurry waits for others
 _IDLE_S = 1.0  # without a record; then somebody has to look whether the wall clock was stepped
 
 Done = Callable[[], None]
@@ -39,6 +40,7 @@ class Recorder:
         self._clock = clock
         self._loop = loop
         self._queue: queue.SimpleQueue[tuple[bytes, int, Done | None] | None] = queue.SimpleQueue()
+        self._later: list[bytes] = []  # records that wait for others
         self._in_hand_ns = 0  # when the oldest record that is not on disk yet was put, 0 for none
         self.dropped = 0  # records that did not even reach the writer
         self.late_begins = 0
@@ -48,12 +50,28 @@ class Recorder:
 
     def put(self, record: Record, written: Done | None = None) -> None:
         """`written` is called in the loop once the record's write(2) returned, or was given up."""
+        if self._later:
+            self._hand_over()
+        self._put(orjson.dumps(record), written)
+
+    def put_later(self, record: Record) -> None:
+        """In order with the others, at most 50 ms later: each time that the thread wakes costs the loop."""
+        if not self._later:
+            self._loop.call_later(_GATHER_S, self._hand_over)
+        self._later.append(orjson.dumps(record))
+
+    def _hand_over(self) -> None:
+        later, self._later = self._later, []
+        for data in later:
+            self._put(data, None)
+
+    def _put(self, data: bytes, written: Done | None) -> None:
         if self._queue.qsize() >= _MAX_WAITING:
             self.dropped += 1
             if written is not None:
                 self._loop.call_soon(written)
             return
-        self._queue.put((orjson.dumps(record), self._clock.monotonic_ns(), written))
+        self._queue.put((data, self._clock.monotonic_ns(), written))
 
     def begin(self, record: Record, then: Done) -> None:
         """`then` runs once, when the record is on disk or after 5 ms, whichever is first."""
@@ -90,6 +108,7 @@ class Recorder:
 
     def close(self) -> None:
         """Writes what is waiting and frees the file."""
+        self._hand_over()
         self._queue.put(None)
         self._thread.join()
         if self._writer is not None:

@@ -5,7 +5,7 @@ that are not known are left out. Stamps (`_ns`) are integers of the writing host
 text have no field here, and unknown fields are refused, so that none can slip in.
 
 A field that may be left out joins without a new version: what was written before it stays readable, and lacks it. The
-version changes when a field changes its meaning, is required or goes.
+version changes when a field changes its meaning, is required or, having been written by anybody, goes.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("max_tokens", "int", "cap on output tokens"),
         Field("stop_after", "int", "natural stop asked of the reference server, tokens"),
         Field("path", "str", "request path of an API that is observed"),
-        Field("upstream", "str", "sidecar: which upstream was chosen"),
+        Field("upstream", "str", "sidecar: which upstream was chosen; where it could not be reached, see `end`"),
         Field("labels", "labels", "free labels: text, numbers, booleans"),
     ),
     "chunks": (
@@ -127,7 +127,11 @@ SCHEMA: dict[str, tuple[Field, ...]] = {
         Field("bytes", "int", "body bytes of the response"),
         Field("loop_lag_max_ns", "int", "largest delay of the observer's own event loop while the request ran"),
         Field("consumer_hold_ns", "int", "how long the consumer held off pulling, in sum"),
-        Field("hedge_waste_tokens", "int", "tokens of losing attempts"),
+        Field(
+            "upstream",
+            "str",
+            "sidecar: the upstream that it went to since the chosen one could not be reached; absent: the chosen one",
+        ),
         Field(
             "server_timing",
             "labels",

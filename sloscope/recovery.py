@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from sloscope import records
 from sloscope.clock import SystemClock
-from sloscope.errors import JournalError
+from sloscope.errors import JournalError, UnwritableError
 from sloscope.journal import JournalWriter, Tail, is_live, order_of, read_journal, write_atomically, writer_of
 
 Key = tuple[str, int]  # request_id, attempt
@@ -72,7 +72,7 @@ def directory_lock(events: Path, wait_s: float | None = LOCK_WAIT_S) -> Iterator
     try:
         fd = os.open(events / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
     except OSError as error:
-        raise JournalError(f"events directory {str(events)!r}: {error.strerror}") from None
+        raise UnwritableError(f"events directory {str(events)!r}: {error.strerror}") from None
     try:
         if wait_s is None:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -141,7 +141,9 @@ def write_ends(events: Path, observer: str, lost: Iterable[Lost], anchors: Mappi
             for end in ends:
                 journal.append(_end(end))
             if not journal.flush():
-                raise JournalError(f"recovery: ends cannot be written: {journal.last_error}")
+                if journal.written <= 1:
+                    journal.path.unlink(missing_ok=True)  # no end is in it, and the next try makes a file of its own
+                raise UnwritableError(f"recovery: ends cannot be written: {journal.last_error}")
     return sum(len(ends) for ends in by_writer.values())
 
 

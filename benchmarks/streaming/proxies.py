@@ -1,6 +1,7 @@
 """The proxies that are compared: one worker each, on a free port of loopback, nothing buffered and nothing logged."""
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -8,8 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
+
+from benchmarks.streaming.clients import installed
+from benchmarks.streaming.sink import KEY
 
 _NGINX = """
 worker_processes 1;
@@ -50,7 +55,8 @@ backend source
 _LITELLM = """
 model_list:
   - model_name: bench
-    litellm_params: {{model: openai/bench, api_base: "http://{host}:{to}/v1", api_key: sk-bench}}
+    litellm_params: {{model: openai/bench, api_base: "http://{host}:{to}/v1", api_key: "{key}"}}
+general_settings: {{master_key: "{key}"}}
 """
 
 
@@ -59,6 +65,7 @@ class Side(NamedTuple):
     url: str
     pid: int  # of the process that was started, 0 for none; its children count too
     control: str = ""  # URL of the sidecar's other plane
+    version: str = ""
 
 
 def free_port() -> int:
@@ -103,8 +110,19 @@ def _configured(name: str, text: str, suffix: str, upstream: str, folder: Path) 
     port = free_port()
     host, _, to = upstream.removeprefix("http://").rpartition(":")
     path = folder / f"{name}{suffix}"
-    path.write_text(text.format(folder=folder, host=host, to=to, port=port), encoding="utf-8")
+    path.write_text(text.format(folder=folder, host=host, to=to, port=port, key=KEY), encoding="utf-8")
     return path, port
+
+
+def _said(program: str) -> str:
+    """`nginx 1.22.1`, of what it says with -v."""
+    done = subprocess.run([program, "-v"], capture_output=True, text=True, check=True)
+    found = re.search(r"\d+\.\d[\w.]*", done.stdout + done.stderr)
+    return f"{program} {found[0] if found else 'of unknown version'}"
+
+
+def _ours(*packages: str) -> str:
+    return ", ".join(f"{package} {version(package)}" for package in packages)
 
 
 @contextmanager
@@ -129,14 +147,14 @@ def direct(upstream: str, folder: Path) -> Iterator[Side]:
 def nginx(upstream: str, folder: Path) -> Iterator[Side]:
     config, port = _configured("nginx", _NGINX, ".conf", upstream, folder)
     with started("nginx", ["nginx", "-c", str(config), "-p", str(folder)], port, folder) as side:
-        yield side
+        yield side._replace(version=_said("nginx"))
 
 
 @contextmanager
 def haproxy(upstream: str, folder: Path) -> Iterator[Side]:
     config, port = _configured("haproxy", _HAPROXY, ".cfg", upstream, folder)
     with started("haproxy", ["haproxy", "-db", "-f", str(config)], port, folder) as side:
-        yield side
+        yield side._replace(version=_said("haproxy"))
 
 
 @contextmanager
@@ -146,7 +164,7 @@ def starlette(upstream: str, folder: Path) -> Iterator[Side]:
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "uvicorn", "--app-dir", root, *app]
     with started("starlette", command, port, folder, {"UPSTREAM": upstream}) as side:
-        yield side
+        yield side._replace(version=_ours("starlette", "httpx", "uvicorn"))
 
 
 @contextmanager
@@ -158,16 +176,18 @@ def sidecar(upstream: str, folder: Path) -> Iterator[Side]:
         "--events", str(events_of(folder)),
     ]  # fmt: skip
     with started("sidecar", command, port, folder) as side:
-        yield side._replace(control=f"http://127.0.0.1:{control}")
+        yield side._replace(control=f"http://127.0.0.1:{control}", version=_ours("sloscope"))
 
 
 def litellm(python: Path) -> Callable[[str, Path], AbstractContextManager[Side]]:
+    release = installed(python, "litellm")
+
     @contextmanager
     def side(upstream: str, folder: Path) -> Iterator[Side]:
         config, port = _configured("litellm", _LITELLM, ".yaml", upstream, folder)
         command = [str(python.parent / "litellm"), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
         with started("litellm", command, port, folder, {"LITELLM_LOG": "ERROR", "NO_DOCS": "True"}) as found:
-            yield found
+            yield found._replace(version=release)
 
     return side
 

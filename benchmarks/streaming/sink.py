@@ -21,6 +21,7 @@ import uvloop
 from benchmarks.streaming.source import STAMP_DIGITS
 
 _STAMP = re.compile(rb'"content": ?" (\d{%d})"' % STAMP_DIGITS)
+KEY = "sk-bench"  # LiteLLM's proxy does not start without one; nobody else asks
 _REQUEST = {"model": "bench", "messages": [{"role": "user", "content": "the river"}], "stream": True}
 
 
@@ -80,7 +81,7 @@ def request_bytes(url: str) -> tuple[str, int, bytes]:
     body = json.dumps(_REQUEST).encode()
     head = (
         f"POST {parts.path.rstrip('/')}/v1/chat/completions HTTP/1.1\r\nhost: {parts.netloc}\r\n"
-        f"content-type: application/json\r\nauthorization: Bearer sk-bench\r\ncontent-length: {len(body)}\r\n\r\n"
+        f"content-type: application/json\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     assert parts.hostname is not None and parts.port is not None
     return parts.hostname, parts.port, head.encode() + body

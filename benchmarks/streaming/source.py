@@ -1,4 +1,4 @@
-"""An upstream that streams chat completions at a steady rate and stamps every event when it hands it to its socket.
+"""An upstream that streams completions at a steady rate and stamps every event when it hands it to its socket.
 
 The stamp is the event's text, 20 digits, so that it passes any proxy; source and sink share a host and its monotonic
 clock. Each stream keeps to its own grid: event i is due at first + i / rate, and a late one does not move the next.
@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TextIO, cast
+from typing import NamedTuple, TextIO, cast
 
 import httptools
 import uvloop
@@ -25,13 +25,37 @@ _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
 )
-_CHUNK = (
-    'data: {"id":"chatcmpl-%d","object":"chat.completion.chunk","created":1700000000,"model":"bench",'
-    '"choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s}]}\n\n'
-)
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","created":1700000000,"owned_by":"bench"}]}'
 _NAMES = (b"x-request-id", b"x-sloscope-request-id")
 STAMP_DIGITS = 20
+
+
+class Form(NamedTuple):
+    """How an endpoint says it."""
+
+    answer: str  # the id, of its number
+    event: str  # of the id, a piece and the finish reason
+    role: str | None
+    piece: str  # @: the stamp
+    empty: str
+
+
+CHAT = Form(
+    "chatcmpl-%d",
+    'data: {"id":"%s","object":"chat.completion.chunk","created":1700000000,"model":"bench",'
+    '"choices":[{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s}]}\n\n',
+    '{"role":"assistant","content":""}',
+    '{"content":" @"}',
+    "{}",
+)
+TEXT = Form(
+    "cmpl-%d",
+    'data: {"id":"%s","object":"text_completion","created":1700000000,"model":"bench",'
+    '"choices":[{"index":0,"text":%s,"logprobs":null,"finish_reason":%s}]}\n\n',
+    None,
+    '" @"',
+    '""',
+)
 
 
 class Shape:
@@ -93,10 +117,11 @@ class Stream(asyncio.Protocol):
             self._transport.write(head + _MODELS)
             return
         self._shape.answered += 1
-        self._number = self._shape.answered
-        role = _CHUNK % (self._number, '{"role":"assistant","content":""}', "null")
-        self._transport.write(_HEAD + framed(role.encode()))
-        before, after = (_CHUNK % (self._number, '{"content":" @"}', "null")).encode().split(b"@")
+        self._form = form = CHAT if self._path.endswith(b"/chat/completions") else TEXT
+        self._answer = form.answer % self._shape.answered
+        role = framed((form.event % (self._answer, form.role, "null")).encode()) if form.role is not None else b""
+        self._transport.write(_HEAD + role)
+        before, after = (form.event % (self._answer, form.piece, "null")).encode().split(b"@")
         size = len(before) + STAMP_DIGITS + len(after)
         self._before, self._after = b"%x\r\n%b" % (size, before), after + b"\r\n"
         asked: int = json.loads(self._body).get("max_tokens") or self._shape.events
@@ -124,14 +149,14 @@ class Stream(asyncio.Protocol):
 
     def _end(self) -> None:
         assert self._transport is not None
-        finish = (_CHUNK % (self._number, "{}", '"stop"')).encode()
+        finish = (self._form.event % (self._answer, self._form.empty, '"stop"')).encode()
         usage = json.dumps({"prompt_tokens": 8, "completion_tokens": self._events, "total_tokens": 8})
         last = f'data: {{"id":"x","object":"chat.completion.chunk","model":"bench","choices":[],"usage":{usage}}}\n\n'
         end = framed(finish) + framed(last.encode()) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
         self._transport.write(end)
         if self._shape.log is not None:
-            answer = f"chatcmpl-{self._number}"
-            told = {"id": self._name, "response": answer, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
+            names = {"id": self._name, "response": self._answer}
+            told = {**names, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
             self._shape.log.write(json.dumps(told) + "\n")
             self._shape.log.flush()
 

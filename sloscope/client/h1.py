@@ -1,8 +1,8 @@
 """HTTP/1.1 for a load generator: asyncio protocols and httptools, a stamp per socket read, no limit on connections.
 
 httpx spends more on an event than a server spends on making it; under load its receipts are late and the lateness
-looks like the server's. Here the stamp is taken at the top of `data_received`, before any parsing, and a request
-never waits for a slot: when no connection is idle a new one is made.
+looks like the server's. Here the stamp is taken at the top of `data_received`, and parsing waits until all sockets that
+are readable have been read (`inbox`). A request never waits for a slot: when no connection is idle a new one is made.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from sloscope.client.inbox import Inbox
 from sloscope.errors import ConfigError
 
 # Servers close idle connections after some seconds (uvicorn: 5). One that has idled longer than this is not trusted
@@ -73,11 +74,28 @@ def parse_url(text: str, field: str = "--url") -> Origin:
 class Connection(asyncio.Protocol):
     """One connection, one exchange at a time."""
 
-    __slots__ = ("_exchange", "_framed", "_headers", "_parser", "_pool", "_single", "_t_ns", "_transport", "idle_ns")
+    __slots__ = (
+        "_error",
+        "_exchange",
+        "_framed",
+        "_headers",
+        "_inbox",
+        "_parser",
+        "_pool",
+        "_single",
+        "_t_ns",
+        "_transport",
+        "_unread",
+        "idle_ns",
+    )
 
     def __init__(self, pool: Pool, single: bool = False) -> None:
         self._pool = pool
-        self._single = single  # for one exchange
+        self._inbox = pool.inbox
+        self._single = single  # for one exchange, whose reader may hold off: each read is understood before the next
+        self._parser: httptools.HttpResponseParser | None = None
+        self._error: Exception | None = None  # what the connection was lost by
+        self._unread = 0  # reads that wait in the inbox
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
         self._headers: dict[str, str] = {}
@@ -102,6 +120,16 @@ class Connection(asyncio.Protocol):
     def usable(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def quiet(self) -> bool:
+        """Nothing was read that is not understood: what comes after a request is its answer."""
+        return not self._unread
+
+    def catch_up(self) -> None:
+        """Understands what was read so far."""
+        if self._unread:
+            self._inbox.catch_up(self)
+
     def hold(self) -> bool:
         """Reads nothing more until `go_on`: what comes fills the kernel's buffer, then the server's. False: closed."""
         if not self.usable:
@@ -121,11 +149,33 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
-        self._t_ns = time.monotonic_ns()
+        t_ns = time.monotonic_ns()
+        self._unread += 1
+        if self._single:
+            self.understand(t_ns, data)
+        else:
+            self._inbox.put(self, t_ns, data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._pool.forget(self)
+        self._error = error
+        self._unread += 1
+        self._inbox.put(self, time.monotonic_ns(), None)
+
+    # the inbox's side
+
+    def understand(self, t_ns: int, data: bytes | None) -> None:
+        self._t_ns = t_ns
+        self._unread -= 1
+        if data is None:
+            self._lost()
+            return
         if self._exchange is None:
             # Bytes that nobody asked for: the connection cannot be trusted with the next request.
             self.abort()
             return
+        assert self._parser is not None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError:
@@ -135,11 +185,10 @@ class Connection(asyncio.Protocol):
             self._finish("reset", type(error).__name__)
             self.abort()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._pool.forget(self)
+    def _lost(self) -> None:
+        self._parser = None  # they hold each other
         if self._exchange is not None:
-            self._t_ns = time.monotonic_ns()
+            error = self._error
             whole = error is None and self._framed is False  # what neither length nor chunks end, the close ends
             self._finish("eof" if whole else "reset", None if whole else type(error or EOFError()).__name__)
 
@@ -152,6 +201,7 @@ class Connection(asyncio.Protocol):
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         status = self._parser.get_status_code()
         if status < 200 or self._exchange is None:  # 100 Continue and its kind
             return
@@ -163,6 +213,7 @@ class Connection(asyncio.Protocol):
             self._exchange.received(self._t_ns, data)
 
     def on_message_complete(self) -> None:
+        assert self._parser is not None
         if self._parser.get_status_code() < 200 or self._exchange is None:
             return
         keep = self._parser.should_keep_alive() and not self._single
@@ -197,8 +248,10 @@ class Call:
 class Pool:
     """Connections to one origin. Idle ones are used again, last in first out; there is no upper limit."""
 
-    def __init__(self, origin: Origin, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, origin: Origin, tls: ssl.SSLContext | None = None, inbox: Inbox | None = None) -> None:
+        """`inbox`: of the loop, where several pools share one."""
         self.origin = origin
+        self.inbox = inbox or Inbox()
         self._tls = (tls or ssl.create_default_context()) if origin.scheme == "https" else None
         self._idle: dict[Connection, None] = {}
         self._all: set[Connection] = set()
@@ -211,7 +264,7 @@ class Pool:
         now = time.monotonic_ns()
         while self._idle and not receive_buffer:
             connection, _ = self._idle.popitem()
-            if connection.usable and now - connection.idle_ns <= IDLE_LIMIT_NS:
+            if connection.usable and connection.quiet and now - connection.idle_ns <= IDLE_LIMIT_NS:
                 call.connection = connection
                 connection.send(request, exchange)
                 return call

@@ -19,6 +19,7 @@ from sloscope.client.receipt_writer import BEGIN_PATIENCE_S, Writer, WriterThrea
 from sloscope.client.recorder import RequestRecorder
 from sloscope.clock import Clock, SystemClock
 from sloscope.contract import Limits, Resolved
+from sloscope.recorder import encode
 
 # A batch is written when its first receipt is this old: with a tick every quarter second, or with batches spread over
 # half a second, within a second.
@@ -144,9 +145,9 @@ class ReceiptLog:
                 return
             written = threading.Lock()
             written.acquire()
-            self._thread.put([record], written)
+            self._thread.put(self._encoded([record]), written)
             # The caller may be an event loop, which many requests that wait one after the other would hold up for long.
-            if self._late_begin.locked():
+            if self.is_behind:
                 return
         if not written.acquire(timeout=BEGIN_PATIENCE_S):
             self._late_begin = written
@@ -154,10 +155,24 @@ class ReceiptLog:
     def _write(self, batch: list[records.Record]) -> None:
         """In one write(2). The lock is held."""
         assert self._writer is not None
+        lines = self._encoded(batch)
         if self._thread is not None:
-            self._thread.put(batch)
+            self._thread.put(lines)
         else:
-            self._writer.write(batch)
+            self._writer.write(lines)
+
+    def _encoded(self, batch: list[records.Record]) -> list[bytes]:
+        try:
+            return [encode(record) for record in batch]
+        except (TypeError, ValueError) as error:  # a caller's label that is no JSON
+            assert self._writer is not None
+            self._writer.give_up(batch, f"{type(error).__name__}: {error}")
+            return []
+
+    @property
+    def is_behind(self) -> bool:
+        """A begin that was waited for in vain is not on disk yet: nobody waits for those behind it."""
+        return self._late_begin.locked()
 
     @property
     def open_requests(self) -> int:
@@ -196,15 +211,15 @@ class ReceiptLog:
             if batch:
                 self._write(batch)
 
-    def start_thread(self) -> None:
-        """Writes and ticks in a thread of its own until `close`: for transports, whose callers must not wait for a disk
-        and have no loop that ticks.
+    def start_thread(self, ticks: bool = True) -> None:
+        """Writes in a thread of its own until `close`, so that no caller waits for a disk. `ticks`: it also ticks, for
+        transports, whose callers have no loop that does.
         """
         if self._thread is not None:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = WriterThread(self._writer, _ticks_of(weakref.ref(self)))
+                self._thread = WriterThread(self._writer, _ticks_of(weakref.ref(self)) if ticks else lambda: True)
 
     def end_open(self, end_ns: int, left: str) -> None:
         """Ends what is open: its reader is leaving."""

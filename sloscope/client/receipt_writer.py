@@ -1,23 +1,30 @@
-"""Who writes a receipt log's records: the caller's own thread, or one that no disk can make the caller wait for."""
+"""Who writes a receipt log's records: the caller's own thread, or one that no disk can make the caller wait for.
+
+Records come encoded. A thread that encoded them would hold the interpreter for up to its switch interval, 5 ms, while
+a loop waits for it with sockets to read and requests to send.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
-
-import orjson
+from typing import NamedTuple, cast
 
 from sloscope.clock import Clock
 from sloscope.errors import JournalError
 from sloscope.journal import JournalWriter
+from sloscope.recorder import encode
 from sloscope.records import Record
 
 BEGIN_PATIENCE_S = 0.005  # how long a request waits for its `begin` to be on disk
 _CLOSE_PATIENCE_S = 2.0  # how long a client that closes waits for a disk that does not answer
-_MAX_WAITING = 50_000  # batches; beyond, the disk does not follow and records are dropped
+# Beyond either the disk does not follow and records are dropped.
+_MAX_WAITING = 50_000  # batches
+_MAX_WAITING_BYTES = 64 << 20
+_MOST_AT_ONCE = 512  # batches of one write(2)
 _TICK_S = 0.25
 
 
@@ -34,7 +41,7 @@ class Writer:
     def open(self) -> JournalWriter:
         """The file, which is opened if it is not. Raises JournalError for a directory that cannot be used."""
         if self._journal is None:
-            self._journal = JournalWriter(self._events, "client", self._clock, orjson.dumps)
+            self._journal = JournalWriter(self._events, "client", self._clock, encode)
         return self._journal
 
     @property
@@ -49,19 +56,19 @@ class Writer:
     def path(self) -> Path | None:
         return None if self._journal is None else self._journal.path
 
-    def write(self, batch: list[Record]) -> None:
+    def write(self, lines: list[bytes]) -> None:
         """In one write(2)."""
         try:
             journal = self.open()
         except JournalError as error:
-            self.give_up(batch, str(error))
+            self.give_up(lines, str(error))
             return
-        for record in batch:
-            journal.append(record)
+        for line in cast(list[Record], lines):  # `encode` passes them on as they are
+            journal.append(line)
         journal.flush()
 
-    def give_up(self, batch: list[Record], why: str) -> None:
-        self._lost += len(batch)
+    def give_up(self, lines: Sized, why: str) -> None:
+        self._lost += len(lines)
         self._last_error = why
 
     def close(self) -> None:
@@ -73,25 +80,37 @@ class Writer:
             self._last_error = journal.last_error or self._last_error
 
 
+class _Item(NamedTuple):
+    lines: list[bytes]
+    size: int
+    written: threading.Lock | None  # released when the lines are on disk, or were given up
+
+
 class WriterThread:
-    """Writes in a thread of its own, in the order in which it was given. Nobody waits for it without a limit."""
+    """Writes in a thread of its own, in the order in which it was given: what waits together goes in one write(2).
+    Nobody waits for it without a limit.
+    """
 
     def __init__(self, writer: Writer | None, tick: Callable[[], bool]) -> None:
         """`tick` is called every quarter second; the thread ends when it says no. None: there is nothing to write."""
         self._writer = writer
         self._tick = tick
         # Its put is reentrant, so that a finaliser may put something in.
-        self._queue: queue.SimpleQueue[tuple[list[Record], threading.Lock | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._put_bytes = self._done_bytes = 0  # each counted by one side alone
         self._thread = threading.Thread(target=self._run, name="sloscope-receipts", daemon=True)
         self._thread.start()
 
-    def put(self, batch: list[Record], written: threading.Lock | None = None) -> None:
-        """`written` is released when the batch is on disk, or was given up."""
+    def put(self, lines: list[bytes], written: threading.Lock | None = None) -> None:
+        """`written`: as in _Item. One thread at a time puts."""
         assert self._writer is not None
-        if self._queue.qsize() < _MAX_WAITING:
-            self._queue.put((batch, written))
+        size = sum(map(len, lines))
+        waiting = self._put_bytes - self._done_bytes
+        if self._queue.qsize() < _MAX_WAITING and (not waiting or waiting + size <= _MAX_WAITING_BYTES):
+            self._put_bytes += size
+            self._queue.put(_Item(lines, size, written))
             return
-        self._writer.give_up(batch, "the disk does not follow")
+        self._writer.give_up(lines, "the disk does not follow")
         if written is not None:
             written.release()
 
@@ -107,6 +126,7 @@ class WriterThread:
 
     def _run(self) -> None:
         tick_at = time.monotonic() + _TICK_S
+        item: _Item | None
         while True:
             try:
                 item = self._queue.get(timeout=max(0.0, tick_at - time.monotonic()))
@@ -114,10 +134,19 @@ class WriterThread:
                 tick_at = time.monotonic() + _TICK_S
                 if self._ticks():
                     continue
-                item = None
+                break
+            items: list[_Item] = []
+            while item is not None:
+                items.append(item)
+                if len(items) == _MOST_AT_ONCE:
+                    break
+                try:
+                    item = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            self._write(items)
             if item is None:
                 break
-            self._write(*item)
         if self._writer is not None:
             self._writer.close()
 
@@ -129,12 +158,16 @@ class WriterThread:
                 self._writer.give_up([], f"{type(error).__name__}: {error}")
             return True
 
-    def _write(self, batch: list[Record], written: threading.Lock | None) -> None:
-        assert self._writer is not None
-        try:
-            self._writer.write(batch)
-        except Exception as error:
-            # Nothing may end the thread that requests wait for.
-            self._writer.give_up(batch, f"{type(error).__name__}: {error}")
-        if written is not None:
-            written.release()
+    def _write(self, items: list[_Item]) -> None:
+        lines = [line for item in items for line in item.lines]
+        if lines:
+            assert self._writer is not None
+            try:
+                self._writer.write(lines)
+            except Exception as error:
+                # Nothing may end the thread that requests wait for.
+                self._writer.give_up(lines, f"{type(error).__name__}: {error}")
+        for item in items:
+            self._done_bytes += item.size
+            if item.written is not None:
+                item.written.release()

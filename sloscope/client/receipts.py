@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections import deque
 from typing import Any, Protocol
 
 import orjson
@@ -18,7 +19,9 @@ POST_EVERY_S = 1.0
 # Encoding a post must not hold the loop for longer than a millisecond or two.
 _MOST_REQUESTS = 200
 _MOST_EVENTS = 10_000
-_MOST_WAITING = 20_000  # beyond this the control plane is not keeping up; the oldest are given up and counted
+# Beyond either the control plane is not keeping up; the oldest are given up and counted.
+_MOST_WAITING = 20_000  # requests
+_MOST_WAITING_EVENTS = 1_000_000  # some 64 bytes of memory each
 
 
 class _Planned(Protocol):
@@ -44,17 +47,18 @@ class ReceiptPoster:
         self._pool = Pool(control, tls)
         self._model = target.model
         self._clock_id = clock_id
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: deque[dict[str, Any]] = deque()
+        self._events = 0  # of those
         self.failed = 0  # requests whose receipts did not arrive
         self.last_error = ""
 
     def add(self, recorder: RequestRecorder, planned: _Planned) -> None:
-        if len(self._waiting) >= _MOST_WAITING:
-            del self._waiting[0]
+        entry = receipt(recorder, self._clock_id, class_=planned.class_name, model=self._model, tenant=planned.tenant)
+        self._waiting.append(entry)
+        self._events += len(entry["t_ns"])
+        while len(self._waiting) > _MOST_WAITING or (self._events > _MOST_WAITING_EVENTS and len(self._waiting) > 1):
+            self._events -= len(self._waiting.popleft()["t_ns"])
             self.failed += 1
-        self._waiting.append(
-            receipt(recorder, self._clock_id, class_=planned.class_name, model=self._model, tenant=planned.tenant)
-        )
 
     async def run(self) -> None:
         while True:
@@ -66,19 +70,24 @@ class ReceiptPoster:
         await self._post_waiting()
         self.failed += len(self._waiting)
         self._waiting.clear()
+        self._events = 0
         await self._pool.close()
         return self.failed
 
     def _take_batch(self) -> list[dict[str, Any]]:
-        count = events = 0
-        for entry in self._waiting[:_MOST_REQUESTS]:
-            events += len(entry["t_ns"])
-            if count and events > _MOST_EVENTS:
+        batch: list[dict[str, Any]] = []
+        events = 0
+        while self._waiting and len(batch) < _MOST_REQUESTS:
+            events += len(self._waiting[0]["t_ns"])
+            if batch and events > _MOST_EVENTS:
                 break
-            count += 1
-        batch = self._waiting[:count]
-        del self._waiting[:count]
+            batch.append(self._waiting.popleft())
+            self._events -= len(batch[-1]["t_ns"])
         return batch
+
+    def _give_back(self, batch: list[dict[str, Any]]) -> None:
+        self._waiting.extendleft(reversed(batch))
+        self._events += sum(len(entry["t_ns"]) for entry in batch)
 
     async def _post_waiting(self) -> None:
         """Stops at a control plane that does not answer or has had enough; what still waits is tried a second later."""
@@ -98,7 +107,7 @@ class ReceiptPoster:
                 self.last_error = str(error) or type(error).__name__
                 return
             if reply.status == 429:
-                self._waiting[:0] = batch
+                self._give_back(batch)
                 self.last_error = "status 429"
                 return
             self._count_refused(reply, len(batch))

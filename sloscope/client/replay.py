@@ -27,6 +27,7 @@ from typing import NamedTuple
 import orjson
 
 from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch
+from sloscope.client.inbox import NEVER_NS, Inbox
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipt_writer import BEGIN_PATIENCE_S
@@ -40,11 +41,10 @@ from sloscope.ids import new_request_id
 from sloscope.units import NS_PER_S
 
 _START_IN_NS = 50_000_000
-_TICK_S = 0.02
-_PROGRESS_TICKS = 25
-# A batch costs some 5 µs: 2,000 streams that began together would hold the loop for 10 ms if written at once.
-_BATCHES_PER_TICK = 64
-_NEVER_NS = 1 << 63
+_TICK_S = 0.005
+_PROGRESS_TICKS = 100
+# A batch costs some 10 µs: 2,000 streams that began together would hold the loop for 20 ms if written at once.
+_BATCHES_PER_TICK = 16
 _LONG_ENOUGH_NS = NS_PER_S  # to tell processor time by, which is counted in hundredths of a second
 _SEND_BURST_NS = 2_000_000  # many sends due at once give way to receipts after this long
 # What the kernel reads ahead for a slow reader, bytes: some ten events. It doubles it for its own book-keeping.
@@ -78,9 +78,13 @@ class Conduct:
     read_pause_ns: int = NS_PER_S // 2  # how long a slow reader holds off after each read
 
 
+def _stamps() -> array[int]:
+    return array("q")
+
+
 @dataclass(slots=True)
 class Tally:
-    """What a run came to. Latencies in ns; warm-up rows stand only in `sent`, `warmup` and `dispatch_lag_ns`.
+    """What a run came to. Latencies in ns; warm-up rows stand only in `sent`, `warmup` and what was measured of sends.
 
     A retry is a request more in `sent` and `offered`.
     """
@@ -96,9 +100,10 @@ class Tally:
     output_tokens: int = 0
     first_send_offset_ns: int | None = None
     # From the scheduled arrival until the bytes are handed to the transport, the write of the begin included.
-    dispatch_lag_ns: array[int] = field(default_factory=lambda: array("q"))
-    ttft_ns: array[int] = field(default_factory=lambda: array("q"))  # completed requests
-    ttft_intended_ns: array[int] = field(default_factory=lambda: array("q"))
+    dispatch_lag_ns: array[int] = field(default_factory=_stamps)
+    begin_wait_ns: array[int] = field(default_factory=_stamps)  # the write alone: from `send_ns`, which the begin holds
+    ttft_ns: array[int] = field(default_factory=_stamps)  # completed requests
+    ttft_intended_ns: array[int] = field(default_factory=_stamps)
     wall_ns: int = 0
     cpu_share: float | None = None  # of one core until the last send, by the busiest process; None: too short to tell
     processes: int = 1
@@ -134,6 +139,7 @@ class Tally:
         self.outcomes.update(other.outcomes)
         self.reasons.update(other.reasons)
         self.dispatch_lag_ns += other.dispatch_lag_ns
+        self.begin_wait_ns += other.begin_wait_ns
         self.ttft_ns += other.ttft_ns
         self.ttft_intended_ns += other.ttft_intended_ns
         offsets = [ns for ns in (self.first_send_offset_ns, other.first_send_offset_ns) if ns is not None]
@@ -213,7 +219,9 @@ class Replay:
         self._text = PromptText(seed, schedule.block_tokens)
         self._lag = LagProbe()
         self._log = ReceiptLog(events, on_end=self._on_end, lag_since=self._lag.since)
-        self._pools = [Pool(origin, tls) for origin in target.origins]
+        self._inbox = Inbox()
+        self._inbox.on_due = self.send_due
+        self._pools = [Pool(origin, tls, self._inbox) for origin in target.origins]
         self._heads = [_head(origin, target) for origin in target.origins]
         self._contract_hash = contract.hash
         self._records = events is not None
@@ -223,10 +231,9 @@ class Replay:
         self._over = asyncio.Event()
         self._t0_ns = 0
         self._cpu_ns = 0
-        self._closes_ns = _NEVER_NS
+        self._closes_ns = NEVER_NS
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
-        self.next_due_ns = _NEVER_NS
         self._poster = (
             ReceiptPoster(receipts, target, self._log.clock.clock_id, tls, receipts_token)
             if receipts is not None
@@ -244,13 +251,13 @@ class Replay:
     async def run(self, t0_ns: int | None = None, progress: Callable[[Replay], None] | None = None) -> Tally:
         """`t0_ns`: when the first request of the whole schedule is due; default: at once."""
         loop = asyncio.get_running_loop()
-        # What stands now lives as long as the run: the collector need not walk it while requests are timed.
+        # What open requests consist of lives too long to be garbage, and to walk it takes tens of milliseconds. What is
+        # over is freed by its last reference: nothing here is made in cycles.
+        collects = gc.isenabled()
         gc.collect()
-        gc.freeze()
-        thresholds = gc.get_threshold()
-        gc.set_threshold(50_000, 20, 100)
+        gc.disable()
         if self._records:
-            self._log.start_thread()  # no send waits for a disk for longer than 5 ms
+            self._log.start_thread(ticks=False)  # no send waits for a disk for longer than 5 ms
         tasks = [loop.create_task(self._tick(progress))]
         self._lag.start()
         if self._poster is not None:
@@ -269,6 +276,7 @@ class Replay:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._inbox.catch_up()
             self.tally.wall_ns = time.monotonic_ns() - self._t0_ns
             closed_ns = time.monotonic_ns()
             for sent in list(self._open.values()):
@@ -283,8 +291,8 @@ class Replay:
                 await pool.close()
             self._log.close()
             self.tally.records_lost = self._log.lost
-            gc.set_threshold(*thresholds)
-            gc.unfreeze()
+            if collects:
+                gc.enable()
         return self.tally
 
     def send_due(self) -> None:
@@ -298,12 +306,12 @@ class Replay:
         give_way_ns = now + _SEND_BURST_NS
         while self._position < len(requests) or retries:
             fresh = requests[self._position] if self._position < len(requests) else None
-            due_ns = self._t0_ns + fresh.offset_ns if fresh is not None else _NEVER_NS
+            due_ns = self._t0_ns + fresh.offset_ns if fresh is not None else NEVER_NS
             is_retry = bool(retries) and retries[0].due_ns < due_ns
-            self.next_due_ns = retries[0].due_ns if is_retry else due_ns
-            if self.next_due_ns > now:
+            self._inbox.due_ns = retries[0].due_ns if is_retry else due_ns
+            if self._inbox.due_ns > now:
                 # Timers of libuv are whole milliseconds and round to the nearest: up, or the request leaves early.
-                self._timer = loop.call_later(-(-(self.next_due_ns - now) // 1_000_000) / 1000, self.send_due)
+                self._timer = loop.call_later(-(-(self._inbox.due_ns - now) // 1_000_000) / 1000, self.send_due)
                 break
             if now >= give_way_ns:
                 self._timer = loop.call_later(0, self.send_due)
@@ -317,7 +325,7 @@ class Replay:
                 self._send(fresh, due_ns)
             now = time.monotonic_ns()
         else:
-            self.next_due_ns = _NEVER_NS
+            self._inbox.due_ns = NEVER_NS
         if self._position == len(requests) and self._closing is None:
             self._closing = loop.call_later(max(0, self._closes_ns - now) / NS_PER_S, self._over.set)
             if now - self._t0_ns >= _LONG_ENOUGH_NS:
@@ -376,8 +384,9 @@ class Replay:
         tally.retries += number > 0
         tally.slow_readers += planned.slow_reader
         # Behind a begin that is late nobody waits, and its own is not on disk either.
-        tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS or self._log._late_begin.locked()
+        tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS or self._log.is_behind
         tally.dispatch_lag_ns.append(leaves_ns - intended_ns)
+        tally.begin_wait_ns.append(leaves_ns - send_ns)
         if tally.first_send_offset_ns is None:
             tally.first_send_offset_ns = leaves_ns - self._t0_ns
         if planned.warmup:
@@ -401,8 +410,8 @@ class Replay:
             self.tally.retries_not_sent += 1
             return
         heappush(self._retries, _Retry(due_ns, recorder.request_id, sent.planned, sent.number + 1))
-        if due_ns < self.next_due_ns:
-            self.next_due_ns = due_ns
+        if due_ns < self._inbox.due_ns:
+            self._inbox.due_ns = due_ns
             # Not from here: this is the end of a request, in the middle of what the connection has to do about it.
             asyncio.get_running_loop().call_soon(self.send_due)
 
@@ -444,7 +453,7 @@ class Replay:
         turn = 0
         while True:
             await asyncio.sleep(_TICK_S)
-            self._log.tick(time.monotonic_ns(), max(_BATCHES_PER_TICK, self._log.waiting // 16))
+            self._log.tick(time.monotonic_ns(), max(_BATCHES_PER_TICK, self._log.waiting // 64))
             turn += 1
             if progress is not None and turn % _PROGRESS_TICKS == 0:
                 progress(self)
@@ -478,7 +487,7 @@ class _Sent:
         if planned.slow_reader:
             recorder.consumer_hold_ns = 0
         if replay.conduct.timeout_ns is not None:
-            self._timeout = _after(replay.conduct.timeout_ns, self._leave, "client_timeout")
+            self._timeout = _after(replay.conduct.timeout_ns, self._time_out)
 
     def responded(self, t_ns: int, status: int, headers: dict[str, str]) -> None:
         if status in (429, 503):
@@ -486,9 +495,6 @@ class _Sent:
         self.recorder.response(status, headers)
 
     def received(self, t_ns: int, data: bytes) -> None:
-        if t_ns >= self._replay.next_due_ns:
-            # A loop with a thousand sockets to read gets to its timers late; a send does not wait for that.
-            self._replay.send_due()
         recorder = self.recorder
         recorder.receive(t_ns, data)
         stop_at = self.planned.cancel_after
@@ -501,6 +507,12 @@ class _Sent:
     def ended(self, t_ns: int, transport: str, error: str | None) -> None:
         # A reset gives no reason: a server that loses its patience with a slow reader looks like one that breaks.
         self._end(t_ns, "", transport, error)
+
+    def _time_out(self) -> None:
+        if self.call.connection is not None:
+            self.call.connection.catch_up()  # what was received in time counts
+        if self.recorder.ended is None:
+            self._leave("client_timeout")
 
     def _leave(self, reason: str) -> None:
         self.call.abort()

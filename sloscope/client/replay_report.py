@@ -19,8 +19,7 @@ Row = dict[str, Any]
 
 def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
     """One row. Counts are requests; `_s` seconds; None is not known or not defined."""
-    lag = sorted(tally.dispatch_lag_ns)
-    plain, corrected = sorted(tally.ttft_ns), sorted(tally.ttft_intended_ns)
+    lag, begin = sorted(tally.dispatch_lag_ns), sorted(tally.begin_wait_ns)
     reason = invalid_reason(tally, schedule)
     return {
         "scheduled": tally.scheduled,
@@ -42,14 +41,12 @@ def report(tally: Tally, schedule: Schedule, contract: Contract) -> Row:
         "own_limit": tally.own_limit,
         "late_begins": tally.late_begins,
         "output_tokens": tally.output_tokens,
-        "ttft_p50_s": _quantile_s(plain, 500),
-        "ttft_intended_p50_s": _quantile_s(corrected, 500),
-        "ttft_p99_s": _quantile_s(plain, 990),
-        "ttft_intended_p99_s": _quantile_s(corrected, 990),
-        "ttft_p99_note": _note(len(plain)),
+        **_ttft("offered", tally, tally.offered),
+        **_ttft("completed", tally, len(tally.ttft_ns)),
         "dispatch_lag_p50_s": _rank_s(lag, 500),
         "dispatch_lag_p99_s": _rank_s(lag, 990),
         "dispatch_lag_max_s": lag[-1] / NS_PER_S if lag else None,
+        "begin_wait_p99_s": _rank_s(begin, 990),
         "first_send_offset_s": tally.first_send_offset_ns / NS_PER_S
         if tally.first_send_offset_ns is not None
         else None,
@@ -99,15 +96,26 @@ def outgrown(tally: Tally, cores: int) -> str | None:
     return f"{used}: --processes {tally.processes + 1} shares the load"
 
 
-def _rank_s(ordered: Sequence[int], permille: int) -> float | None:
-    return ordered[nearest_rank(permille, len(ordered)) - 1] / NS_PER_S if ordered else None
+def _ttft(series: str, tally: Tally, n: int) -> Row:
+    """Over `n` requests, of which those without a TTFT rank above every value: a failing service cannot look fast."""
+    row: Row = {}
+    for name, permille in (("p50", 500), ("p99", 990)):
+        for of, values in (("ttft", tally.ttft_ns), ("ttft_intended", tally.ttft_intended_ns)):
+            row[f"{of}_{series}_{name}_s"] = (
+                None if _note(values, n, permille) else _rank_s(sorted(values), permille, n)
+            )
+        row[f"ttft_{series}_{name}_note"] = _note(tally.ttft_ns, n, permille)
+    return row
 
 
-def _quantile_s(ordered: Sequence[int], permille: int) -> float | None:
-    """None below the number of requests that bounds the quantile from above at 95 %."""
-    return _rank_s(ordered, permille) if len(ordered) >= min_n_upper(permille / 1000) else None
+def _rank_s(ordered: Sequence[int], permille: int, n: int | None = None) -> float | None:
+    rank = nearest_rank(permille, len(ordered) if n is None else n)
+    return ordered[rank - 1] / NS_PER_S if ordered else None
 
 
-def _note(n: int) -> str | None:
-    need = min_n_upper(0.99)
-    return f"n={n} < {need}" if n < need else None
+def _note(values: Sequence[int], n: int, permille: int) -> str | None:
+    """Why there is no quantile: below a number of requests nothing bounds it from above at 95 %."""
+    need = min_n_upper(permille / 1000)
+    if n < need:
+        return f"n={n} < {need}"
+    return "> max" if nearest_rank(permille, n) > len(values) else None

@@ -340,3 +340,14 @@ def test_a_small_buffer_and_no_connection_is_told_like_any_other() -> None:
         await dead.close()
 
     with_pool(tokens(1), use)
+
+
+def test_a_connection_with_bytes_that_are_not_understood_yet_gets_no_request() -> None:
+    async def use(pool: Pool, server: SseServer) -> None:
+        await get(pool)
+        (idle,) = pool._idle
+        idle.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")  # before the request that it would answer
+        assert (await get(pool)).body
+        assert pool.opened == 2 and not idle.usable
+
+    with_pool(tokens(1), use)

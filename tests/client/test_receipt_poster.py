@@ -5,8 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import pytest
+
+from sloscope.client import receipts
 from sloscope.client.h1 import Origin
+from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import ReceiptPoster
+from sloscope.clock import FakeClock
+from sloscope.ids import new_request_id
 
 TAKEN = b'{"accepted":2,"rejected":[]}'
 
@@ -40,3 +46,20 @@ def test_receipts_that_are_too_many_for_now_wait_and_are_not_lost() -> None:
             assert bodies == [b'{"receipts":[{"t_ns":[1]},{"t_ns":[2]}]}'] * 2
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("most", "kept"), [("_MOST_WAITING", 3), ("_MOST_WAITING_EVENTS", 1)])
+def test_what_waits_for_a_control_plane_is_bounded_in_requests_and_in_events(
+    most: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receipts, most, 3)
+    poster = ReceiptPoster(Origin("http", "127.0.0.1", 9, ""), SimpleNamespace(model="m"), "host:1")
+    log = ReceiptLog(None, FakeClock())
+    for _ in range(5):
+        recorder = log.open(new_request_id(), 0, streaming=True)
+        recorder.response(200, {"content-type": "text/event-stream"})
+        recorder.receive(1, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n' * 2)
+        recorder.end(2)
+        poster.add(recorder, SimpleNamespace(class_name="default", tenant=""))
+    # Three requests of the five; or one of two events, since two have four, which is more than three.
+    assert (len(poster._waiting), poster.failed) == (kept, 5 - kept)

@@ -36,8 +36,9 @@ def test_a_run_prints_one_json_row_and_exits_0(tmp_path: Path) -> None:
     (row,) = json.loads(done.stdout)
     assert (row["offered"], row["completed"], row["failed"], row["unfinished"]) == (10, 10, 0, 0)
     assert (row["qualified"], row["attainment"], row["valid"]) == (10, 1.0, True)
-    assert (row["ttft_p99_s"], row["ttft_p99_note"]) == (None, "n=10 < 299")
-    assert row["ttft_p50_s"] is not None and row["ttft_intended_p50_s"] >= row["ttft_p50_s"]
+    assert (row["ttft_offered_p99_s"], row["ttft_offered_p99_note"]) == (None, "n=10 < 299")
+    assert row["ttft_offered_p50_s"] is not None
+    assert row["ttft_intended_offered_p50_s"] >= row["ttft_offered_p50_s"]
     assert row["contract_hash"] == contracts.load(tmp_path / "contract.toml").hash
     assert "lengths natural" in done.stderr and "10 requests" in done.stderr
 
@@ -48,7 +49,7 @@ def test_another_server_is_replayed_with_forced_lengths(tmp_path: Path) -> None:
         assert all(asked.json["ignore_eos"] and asked.path == "/v1/completions" for asked in server.asked)
         assert len(server.asked) == 10
     assert done.returncode == 0 and "lengths forced" in done.stderr
-    assert "ttft_intended_p50_s" in done.stdout
+    assert "ttft_intended_offered_p50_s" in done.stdout
 
 
 def test_a_server_that_refuses_ignore_eos_is_replayed_with_caps_alone(
@@ -373,3 +374,15 @@ def test_requests_that_met_the_generators_own_limit_make_the_run_invalid(tmp_pat
     # 64 descriptors, some of them the process's own: more than 36 of a hundred find none.
     assert row["own_limit"] == row["failed"] > 36 and row["completed"] == 100 - row["failed"]
     assert row["valid"] is False and f"{row['own_limit']} requests found no free descriptor" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [("replay", TEN), ("query", "goodput"), ("compact",), ("sidecar", "--upstream", "9"), ("serve",)]
+)
+@pytest.mark.parametrize("nothing", [("--events", ""), ("--events=",)])
+def test_an_events_directory_without_a_name_is_refused_and_not_taken_for_this_one(
+    command: tuple[str, ...], nothing: tuple[str, ...]
+) -> None:
+    done = sloscope(*command, *nothing)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --events: '' is not accepted; accepted: a directory\n"

@@ -16,15 +16,12 @@ import openai
 import orjson
 import pytest
 
-from sloscope import contract as contracts
 from sloscope.client import ReceiptTransport, stop_reason
 from sloscope.ids import is_request_id
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, base, chunk, tokens
+from tests.client.transport_use import CONTRACT, MS, Recorded, held_back, only
 
-MS = 1_000_000
-Recorded = Callable[[Path], Records]
-CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "secret prompt"}]}
 
 
@@ -47,11 +44,6 @@ def run_sync(script: Script, events: Path, use: Callable[[openai.OpenAI], Any], 
             use(client)
         assert transport.observer_errors == 0, transport.last_error
     return server
-
-
-def only(records: Records, kind: str) -> dict[str, Any]:
-    assert len(records[kind]) == 1, records[kind]
-    return records[kind][0]
 
 
 def stamps(records: Records) -> list[int]:
@@ -499,14 +491,7 @@ def test_a_long_silence_after_receipts_leaves_none_unwritten_for_more_than_a_sec
 ) -> None:
     release = threading.Event()
 
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.stream()
-        await reply.text()
-        while not release.is_set():
-            await asyncio.sleep(0.02)
-        await reply.finish(usage=1)
-
-    with SseServer(script) as server, sync_client(server, ReceiptTransport(tmp_path, CONTRACT)) as client:
+    with SseServer(held_back(release)) as server, sync_client(server, ReceiptTransport(tmp_path, CONTRACT)) as client:
         stream = client.chat.completions.create(**CHAT, stream=True)
         next(iter(stream))
         time.sleep(1.1)

@@ -31,6 +31,7 @@ from tests.client.transport_use import (
     MS,
     Recorded,
     ends,
+    held_back,
     observed,
     only,
     receipts,
@@ -139,15 +140,8 @@ def test_a_request_that_is_sent_again_is_a_new_one_that_names_the_first(tmp_path
 def test_a_child_says_nothing_of_the_streams_that_it_inherited(tmp_path: Path, recorded: Recorded) -> None:
     release = threading.Event()
 
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.stream()
-        await reply.text()
-        while not release.is_set():
-            await asyncio.sleep(0.01)
-        await reply.finish(usage=1)
-
     with (
-        observed(script, tmp_path) as (client, server),
+        observed(held_back(release), tmp_path) as (client, server),
         client.stream("POST", url_of(server), json=BODY) as response,
     ):
         lines = response.iter_lines()

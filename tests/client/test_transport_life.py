@@ -32,6 +32,7 @@ from tests.client.transport_use import (
     MS,
     Recorded,
     ends,
+    held_back,
     observed,
     only,
     receipts,
@@ -159,14 +160,7 @@ def test_a_callback_that_fails_for_a_dropped_stream_stops_no_later_record(tmp_pa
 
     release = threading.Event()
 
-    async def script(asked: Asked, reply: Reply) -> None:
-        await reply.stream()
-        await reply.text()
-        while not release.is_set():
-            await asyncio.sleep(0.01)
-        await reply.finish(usage=1)
-
-    with observed(script, tmp_path, errors=2, on_end=broken) as (client, server):
+    with observed(held_back(release), tmp_path, errors=2, on_end=broken) as (client, server):
         dropped = client.send(client.build_request("POST", url_of(server), json=BODY), stream=True)
         next(dropped.iter_raw())
         connection = dropped.stream._stream._inner  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import httpx
 from sloscope import contract as contracts
 from sloscope.client import AsyncReceiptTransport, ReceiptTransport
 from tests.client.conftest import Records
-from tests.client.sse_server import Script, SseServer, tokens
+from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
 
 MS = 1_000_000
 Recorded = Callable[[Path], Records]
@@ -21,6 +22,19 @@ CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "p", "stream": True}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
 ENDLESS = tokens(1000, gap_s=0.01)
+
+
+def held_back(release: threading.Event) -> Script:
+    """A token, and the end once it is told."""
+
+    async def script(_: Asked, reply: Reply) -> None:
+        await reply.stream()
+        await reply.text()
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        await reply.finish(usage=1)
+
+    return script
 
 
 def only(records: Records, kind: str) -> dict[str, Any]:

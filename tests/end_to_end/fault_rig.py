@@ -17,14 +17,13 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from sloscope.demo.processes import Child, Stage
 from sloscope.journal import Tail, journal_files, read_journal
 from tests.end_to_end.fault_peers import request
-from tests.end_to_end.scrapes import Scrape, scrape
+from tests.end_to_end.scrapes import Scrape, Scraper, scrape
 from tests.end_to_end.support import free_port, start_sidecar
 from tests.waiting import until
 
@@ -151,42 +150,6 @@ def ask_many(proxy: str, count: int, *arguments: Any, **options: Any) -> list[An
     return found
 
 
-class Books(threading.Thread):
-    """Scrapes five times a second and holds every scrape to offered = Σ ended + in flight.
-
-    A scrape that fails is counted and no fault: the control plane may be what was killed.
-    """
-
-    def __init__(self, control: str) -> None:
-        super().__init__(daemon=True)
-        self._control = control
-        self._over = threading.Event()
-        self._problem: BaseException | None = None
-        self.held = 0
-        self.failed = 0
-
-    def run(self) -> None:
-        while not self._over.wait(0.2):
-            try:
-                scrape(self._control).check_identity()
-                self.held += 1
-            except (OSError, HTTPException):
-                self.failed += 1
-            except BaseException as problem:
-                self._problem = problem
-                return
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self.join(10)
-        if self._problem is not None:
-            raise self._problem
-
-
 @dataclass
 class Beside:
     """The stream that runs beside: what it met before `fault_ns` and after."""
@@ -311,7 +274,7 @@ class Rig:
 
         `first` is done before anything is measured: what it costs once and for all is spent then.
         """
-        with self.beside() as beside, Books(self.control) as books:
+        with self.beside() as beside, Scraper(self.control, may_fail=True) as books:
             first()
             time.sleep(CALM_S)
             beside.fault_ns = time.monotonic_ns()
@@ -323,8 +286,8 @@ class Rig:
             assert self.data_plane == pid, "the data plane was started again"
             problems = self.scrape().total("sloscope_parse_problems_total", problem="observer_error")
             assert problems == 0, self.sidecar.log.read_text()
-        assert books.held > 0
-        print(f"{beside}; books balanced at {books.held} scrapes; memory {grown:+.1f} MiB")
+        assert books.scrapes > 0
+        print(f"{beside}; books balanced at {books.scrapes} scrapes; memory {grown:+.1f} MiB")
 
 
 def peer(stage: Stage, name: str, *arguments: str) -> Child:

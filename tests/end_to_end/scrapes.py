@@ -6,6 +6,7 @@ import threading
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Self
 
 from tests.end_to_end.support import need
@@ -80,14 +81,19 @@ def promtool_check(text: str) -> None:
 
 
 class Scraper(threading.Thread):
-    """Scrapes ten times a second and holds every scrape to the identity. Leaving the block raises what it found."""
+    """Scrapes ten times a second and holds every scrape to the identity. Leaving the block raises what it found.
 
-    def __init__(self, url: str) -> None:
+    `may_fail`: a scrape that gets no answer is counted and no fault, since the control plane may be what was killed.
+    """
+
+    def __init__(self, url: str, may_fail: bool = False) -> None:
         super().__init__(daemon=True)
         self._url = url
+        self._may_fail = may_fail
         self._over = threading.Event()
         self._problem: BaseException | None = None
         self.scrapes = 0
+        self.failed = 0
         self.with_open: Mapping[str, int] = Counter()  # point → scrapes in which requests were in flight
 
     def run(self) -> None:
@@ -95,7 +101,14 @@ class Scraper(threading.Thread):
         self.with_open = with_open
         try:
             while not self._over.wait(SCRAPE_EVERY_S):
-                open_now = scrape(self._url).check_identity()
+                try:
+                    found = scrape(self._url)
+                except (OSError, HTTPException):
+                    if not self._may_fail:
+                        raise
+                    self.failed += 1
+                    continue
+                open_now = found.check_identity()
                 self.scrapes += 1
                 with_open.update(point for point, count in open_now.items() if count)
         except BaseException as problem:

@@ -13,6 +13,7 @@ import pytest
 
 from sloscope.demo.processes import Stage, ask
 from tests.end_to_end.browser import open_chromium, page, serving
+from tests.end_to_end.scrapes import scrape
 from tests.end_to_end.support import Follower, free_port, need, start_nginx, start_server, start_sidecar
 from tests.waiting import until
 
@@ -249,6 +250,27 @@ def test_what_a_page_reports_joins_what_sidecar_and_engine_saw(tmp_path: Path) -
     print(json.dumps(figures, indent=1))
 
 
+TOO_OFTEN = (
+    ASKING
+    + """
+const ask = async (name) => {
+  const response = await watched(api, asked({}));
+  await response.text();
+  note(name, response);
+};
+const reported = async (count) => {
+  for (let turns = 300; turns > 0 && stats().reported < count; turns--) await pause(50);
+};
+await Promise.all([0, 1, 2, 3, 4, 5, 6, 7].map((number) => ask(`first ${number}`)));
+await reported(8);
+const before = performance.now();
+await ask("one more");
+await reported(9);
+await tell({ seen, waitedMs: performance.now() - before, stats: stats() });
+"""
+)
+
+
 @contextmanager
 def server_of_another_origin() -> Iterator[str]:
     """Streams three tokens to pages of any origin, as vLLM does, but takes no headers except its own."""
@@ -287,6 +309,31 @@ def server_of_another_origin() -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_a_page_that_reports_more_than_it_may_comes_back_once_when_it_was_told_to(tmp_path: Path) -> None:
+    """Eight receipts where one a second is taken after a burst of one: the next is welcome 8 - 1 = 7 s later. The page
+    posts every second, and would knock at 1, 3 and 7 s if it did not read Retry-After.
+    """
+    need("chromium")
+    events = tmp_path / "events"
+    with (
+        server_of_another_origin() as server,
+        serving({"/often.html": page(TOO_OFTEN)}) as served,
+        Stage(tmp_path) as stage,
+    ):
+        own = ("--cors-origin", served.url, "--receipts-rate", "1", "--receipts-burst", "1", "--sql-every", "off")
+        sidecar, control, _ = start_sidecar(stage, server, events, *own)
+        served.add("/given.json", json.dumps({"receipts": control, "api": f"{sidecar}/v1/completions"}))
+        open_chromium(stage, tmp_path / "profile", f"{served.url}/often.html")
+        told = served.result(60)
+        refused = scrape(control).total("sloscope_receipts_rejected_total", cause="rate")
+        found = rows(events)
+    assert (told["stats"]["reported"], told["stats"]["lost"], told["stats"]["rejected"]) == (9, 0, 0), told["stats"]
+    assert refused == 1
+    assert 5_000 < told["waitedMs"] < 15_000
+    assert [ends(row) for row in found.values()] == [("completed", "")] * 9
+    print(f"refused {refused} time, reported {told['waitedMs'] / 1e3:.1f} s after the request")
 
 
 def test_a_page_of_another_origin_reads_the_id_that_the_sidecar_gave(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import time
@@ -12,8 +13,8 @@ import pytest
 
 from sloscope.demo.processes import Stage
 from tests.end_to_end.fault_peers import LAST, request
-from tests.end_to_end.fault_rig import Books, Rig, address, child_pid, ends_of, peer, records, rig, rss_mib
-from tests.end_to_end.scrapes import scrape
+from tests.end_to_end.fault_rig import Rig, address, child_pid, ends_of, peer, records, rig, rss_mib
+from tests.end_to_end.scrapes import Scraper, scrape
 from tests.end_to_end.support import free_port, start_sidecar
 from tests.waiting import until
 
@@ -73,11 +74,19 @@ def test_a_client_that_stops_reading_holds_its_upstream_and_no_memory_and_may_go
 
 @pytest.fixture
 def crowd_size() -> Iterator[int]:
-    """As many clients as the limit on open files allows: each takes a connection on both sides of the sidecar."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))  # the sidecar inherits it
-    yield min(CROWD, (limit[1] - 200) // 2)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    """As many clients as the limit on open files allows: each takes a connection on both sides of the sidecar. Where
+    that is less than the crowd it is said, and where nothing may be skipped it is a failure.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the sidecar inherits it
+    size = CROWD if hard == resource.RLIM_INFINITY else min(CROWD, (hard - 200) // 2)
+    if size < CROWD:
+        short = f"{hard} files may be open (ulimit -Hn), so the crowd is {size} clients and not {CROWD}"
+        if os.environ.get("SLOSCOPE_NO_SKIP"):
+            pytest.fail(short)
+        print(short)
+    yield size
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_two_thousand_clients_leave_at_once_and_every_one_is_accounted_for(tmp_path: Path, crowd_size: int) -> None:
@@ -93,7 +102,7 @@ def test_two_thousand_clients_leave_at_once_and_every_one_is_accounted_for(tmp_p
             gone_s = crowd_leaves(r, crowd_size)
             until(lambda: len(r.lines("closed")) >= noticed + crowd_size)  # each by its upstream, too
     assert ends_of(r.events)[LEFT] == 3 * crowd_size
-    print(f"{crowd_size} clients killed at once: all of them cancelled {gone_s:.2f} s later")
+    print(f"{crowd_size} of {CROWD} clients killed at once: all of them cancelled {gone_s:.2f} s later")
 
 
 def crowd_leaves(r: Rig, count: int) -> float:
@@ -139,7 +148,7 @@ def test_a_hundred_thousand_tenants_make_fifty_labels_and_no_memory(tmp_path: Pa
             assert clients.wait_for(r"answered (\d+)", 150)[1] == str(count)
             return time.monotonic() - began
 
-        with Books(control) as books:
+        with Scraper(control, may_fail=True) as books:
             fresh_mib = rss_mib(pid)
             took_s = flood(0, TENANTS)
             full_mib, size = rss_mib(pid), len(scrape(control).text)
@@ -161,5 +170,5 @@ def test_a_hundred_thousand_tenants_make_fifty_labels_and_no_memory(tmp_path: Pa
     print(
         f"{TENANTS} tenants at {TENANTS / took_s:.0f} requests/s: {LABELS} labels and `other` for {overflow}, "
         f"{size >> 10} KiB of metrics, memory {full_mib - fresh_mib:+.1f} MiB, and {grown_mib:+.1f} MiB for "
-        f"{AGAIN} more; books balanced at {books.held} scrapes"
+        f"{AGAIN} more; books balanced at {books.scrapes} scrapes"
     )

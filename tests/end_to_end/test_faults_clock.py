@@ -15,7 +15,8 @@ import pytest
 from sloscope.demo.processes import SLOSCOPE, Stage
 from sloscope.demo.processes import ask as command
 from tests.end_to_end.fault_peers import header
-from tests.end_to_end.fault_rig import Answer, Books, ask, ends_of, peer, records
+from tests.end_to_end.fault_rig import Answer, ask, ends_of, peer, records
+from tests.end_to_end.scrapes import Scraper
 from tests.end_to_end.support import free_port
 from tests.waiting import until
 
@@ -75,7 +76,7 @@ def test_steps_of_the_wall_clock_under_streams_move_no_stamp_and_place_arrivals_
         def anchors() -> list[int]:
             return offsets_s(records(events)["clock"], time.time())
 
-        with Books(control):
+        with Scraper(control, may_fail=True):
             across = stream("across", 0)
             time.sleep(1)
             for name, seconds in (("forward", HOUR_S), ("backward", -HOUR_S)):

@@ -14,8 +14,8 @@ import pytest
 
 from sloscope.demo.processes import Child, Stage, ask
 from sloscope.journal import journal_files
-from tests.end_to_end.fault_rig import Books, address, child_pid, ends_of, peer, records
-from tests.end_to_end.scrapes import scrape
+from tests.end_to_end.fault_rig import address, child_pid, ends_of, peer, records
+from tests.end_to_end.scrapes import Scraper, scrape
 from tests.end_to_end.support import free_port, start_sidecar
 from tests.waiting import until
 
@@ -100,7 +100,10 @@ def test_two_hundred_kills_lose_no_request_and_no_written_record(tmp_path: Path)
             for seed, ((_, _, child), share) in enumerate(zip(sidecars, shares, strict=False))
         ]
         killers.append(Killer(sidecars[-1][2], "exporter.control_plane", CONTROL_KILLS, 1.0, events, 200))
-        with Books(sidecars[0][1]) as of_data_kills, Books(sidecars[-1][1]) as of_control_kills:
+        with (
+            Scraper(sidecars[0][1], may_fail=True) as of_data_kills,
+            Scraper(sidecars[-1][1], may_fail=True) as of_control_kills,
+        ):
             for killer in killers:
                 killer.start()
             for killer in killers:
@@ -161,6 +164,7 @@ def test_two_hundred_kills_lose_no_request_and_no_written_record(tmp_path: Path)
     print(
         f"{DATA_KILLS} kills of data planes and {CONTROL_KILLS} of a control plane in {took_s:.0f} s: "
         f"{len(begun)} begun, {dict(ends)}, {len(whole)} whole and {len(cut)} cut at the clients, {len(late)} not yet "
-        f"written when killed, {len(accepted)} receipts accepted and kept, {twice} of them sent twice; books balanced "
-        f"at {of_data_kills.held + of_control_kills.held} scrapes; {len(written)} files of killed writers unharmed"
+        f"written when killed, {len(accepted)} receipts accepted and kept, {twice} of them sent twice; books "
+        f"balanced at {of_data_kills.scrapes + of_control_kills.scrapes} scrapes; {len(written)} files of killed "
+        "writers unharmed"
     )

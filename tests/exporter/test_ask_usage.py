@@ -205,6 +205,27 @@ def test_what_is_not_asked_for_passes_untouched_both_ways(tmp_path: Path, body: 
     run(test())
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "content-digest: sha-256=:abc=:",
+        "Digest: SHA-256=abc=",
+        "content-md5: abc==",
+        'signature-input: sig=("content-digest")',
+        "signature: sig=:abc=:",
+        "content-encoding: gzip",
+    ],
+)
+def test_a_body_that_a_header_vouches_for_stays_as_it_was_signed(tmp_path: Path, header: str) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering(ANSWER), ask_usage=True) as b:
+            assert (await b.ask(ASK, header)).body == chunked(ANSWER)
+            assert b.upstream.seen[0].body == ASK
+            assert b.upstream.seen[0].header("content-length") == str(len(ASK))
+
+    run(test())
+
+
 def test_without_the_option_nobody_is_asked(tmp_path: Path) -> None:
     async def test() -> None:
         async with bench(tmp_path, answering(ANSWER)) as b:

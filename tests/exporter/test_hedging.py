@@ -36,7 +36,7 @@ from tests.exporter.test_routing import beside
 
 MS = 1_000_000
 SOON = {"hedge_after": "40ms", "hedge_max_share": 1.0}
-REQUESTS, WASTE = "sloscope_hedge_requests_total", "sloscope_hedge_waste_tokens_total"
+REQUESTS, WASTE = "sloscope_hedge_requests_total", "sloscope_hedge_waste_prompt_tokens_total"
 ROLE = event("", delta={"role": "assistant", "content": ""})
 
 

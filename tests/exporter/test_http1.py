@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exporter import http1
@@ -47,6 +47,31 @@ def test_bytes_after_the_end_of_a_chunked_body_are_not_its_own() -> None:
 def test_a_malformed_chunk_is_refused(raw: bytes) -> None:
     with pytest.raises(MessageError):
         Chunked().feed(raw)
+
+
+@pytest.mark.parametrize(
+    ("before", "good", "bad", "payload"),
+    [
+        (b"", b"5\r\nhello\r\n", b"zz\r\n", b"hello"),
+        (b"", b"5\r\nhello\r\n", b"3\r\nabcX\r\n", b"hello"),  # that chunk goes on where its size says that it ends
+        (b"", b"5\r\nhello\r\n", b"0\r\nno trailer\r\n\r\n", b"hello"),
+        (b"", b"5\r\nhello\r\n", b"1;" + b"e" * 5000, b"hello"),
+        (b"", b"", b"zz\r\n", b""),
+        (b"5\r\nhe", b"llo\r\n", b"zz\r\n", b"llo"),
+        (b"5\r\nhe", b"", b"lloX\r\n", b""),
+        (b"5\r\nhello\r", b"\n1\r\na\r\n", b"2\r\nbbb", b"a"),
+        (b"0\r\na: b\r\n", b"", b"c\r\n\r\n", b""),
+        (b"5\r\nhello\r\n1", b"", b"g\r\n", b""),
+    ],
+)
+def test_the_whole_chunks_before_a_malformed_one_are_told_with_it(
+    before: bytes, good: bytes, bad: bytes, payload: bytes
+) -> None:
+    body = Chunked()
+    body.feed(before)
+    with pytest.raises(MessageError) as error:
+        body.feed(good + bad)
+    assert (error.value.payload, error.value.used) == (payload, len(good))
 
 
 def test_a_sized_body_takes_no_more_than_its_length() -> None:
@@ -139,3 +164,44 @@ def test_the_framing_of_a_response_follows_method_status_and_headers() -> None:
 def test_a_response_whose_length_is_unclear_is_refused(lines: tuple[str, ...]) -> None:
     with pytest.raises(MessageError):
         response(200, *lines)
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.binary(max_size=6),
+        st.binary(min_size=1, max_size=20).map(lambda data: b"%x\r\n%b\r\n" % (len(data), data)),
+        st.binary(min_size=1, max_size=20).map(lambda data: b"%X \r\n%b\r\n" % (len(data), data)),
+        st.sampled_from(
+            [b"0\r\n", b"\r\n", b"0\r\n\r\n", b"5;ext=1\r\nhello\r\n", b"+5\r\nhello\r\n", b"0_5\r\nhello\r\n"]
+        ),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=500)
+@given(PIECES, st.booleans())
+@example([b"5\r\nhello\r\n", b"5\r\nhell", b"5\r\nhello\r\n"], False)
+@example([b"1001\r\n" + b"x" * 0x1001 + b"\r\n", b"5\r\nhello\r\n"], False)
+def test_what_passes_for_a_whole_chunk_is_one_to_the_strict_reader(pieces: list[bytes], padded: bool) -> None:
+    plain, quick = Chunked(padded), Chunked(padded)
+    for data in pieces:
+        start = quick.whole_chunk(data)
+        try:
+            payload, used = plain.feed(data)
+        except MessageError:
+            assert start == 0
+            return
+        if start:
+            assert (payload, used, plain.complete) == (data[start:-2], len(data), False)
+        else:
+            assert quick.feed(data) == (payload, used)
+        if plain.complete:
+            return
+
+
+def test_a_short_chunk_that_is_whole_is_known_for_one_each_time() -> None:
+    body = Chunked()
+    for text in (b"hello", b"world", b"x" * 4000):
+        raw = b"%x\r\n%b\r\n" % (len(text), text)
+        assert raw[body.whole_chunk(raw) : -2] == text

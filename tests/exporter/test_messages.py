@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,7 @@ from tests.exporter.harness import (
     run,
     serving,
 )
+from tests.exporter.test_routing import beside
 
 STREAM = event("a") + finish() + DONE
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -273,5 +275,34 @@ def test_an_unasked_continue_of_the_upstream_is_passed_on_and_hides_no_answer(tm
             old = await b.connect()
             await old.send(b"POST %b HTTP/1.0\r\ncontent-length: %d\r\n\r\n%b" % (CHAT.encode(), len(ASK), ASK))
             assert (await old.response()).status == 200  # HTTP/1.0 has no 1xx
+
+    run(test())
+
+
+@pytest.mark.parametrize("changes", [{}, {"ask_usage": True}, {"hedge_after": "5s"}], ids=str)
+@pytest.mark.parametrize("in_one_read", [True, False])
+def test_events_before_a_malformed_chunk_of_the_same_read_are_forwarded_and_recorded(
+    tmp_path: Path, changes: dict[str, Any], in_one_read: bool
+) -> None:
+    good = chunked(event("a"), event("b"))[: -len(b"0\r\n\r\n")]
+
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        if not in_one_read:
+            writer.write(STREAM_HEAD)
+            await asyncio.sleep(0.05)
+        writer.write((STREAM_HEAD if in_one_read else b"") + good + b"no size\r\n")
+        await writer.drain()
+        await asyncio.sleep(5)
+
+    async def test() -> None:
+        async with beside(tmp_path, script, script, **changes) as (b, _, _):
+            client = await b.connect()
+            await client.send(request())
+            head, _, body = (await client.to_end()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert (event("a") in body, event("b") in body) == (True, True)
+            assert b"no size" not in body and not body.endswith(b"0\r\n\r\n")
+            assert await b.end() == ("failed", "truncated")
+            assert sum(len(batch["t_ns"]) for batch in b.records("chunks")) == 2
 
     run(test())

@@ -79,6 +79,22 @@ def test_whatever_raises_at_its_end_the_request_ends_once(
     run(test())
 
 
+def test_at_the_end_of_a_drain_one_that_raises_keeps_no_other_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, answering()) as b:
+            watch = b.plane.watch
+            for arrived_ns in range(3):  # their connections are gone, as after an error in the plane itself
+                observation.Observation(watch, {}, "/v1/completions", arrived_ns).begin(None, None, "", None)
+            broken, *others = watch.active
+            monkeypatch.setattr(watch.active[broken], "ended", raising)
+        assert {record["request_id"] for record in b.records("end")} == set(others)
+        assert b.total(PROBLEMS, problem="observer_error") == 1
+
+    run(test())
+
+
 def test_a_request_that_cannot_be_read_is_offered_once_and_ends_as_its_answer_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

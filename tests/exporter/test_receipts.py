@@ -159,6 +159,7 @@ BAD = {
     "an own limit that no query knows": (receipt(own_limits={"min_tokens": 2}), "malformed"),
     "a token source that is none": (receipt(token_source="guess"), "malformed"),
     "an endless name": (receipt(model="m" * 2000), "malformed"),
+    "a retry of a number": (receipt(retry_of=7), "malformed"),
     "no object": ([], "malformed"),
     "a whole answer without its end": (receipt(t_ns=None, choice=None, type=None, end_ns=None), "malformed"),
     "stamps without a send": (receipt(send_ns=None), "malformed"),
@@ -186,6 +187,13 @@ def test_a_bad_receipt_is_refused_with_one_line_and_leaves_nothing(tmp_path: Pat
     [
         ({"model": "m" * 200}, {"model": "m" * 201}, "model: 201 characters; accepted: at most 200"),
         ({"tenant": "t" * 200}, {"tenant": "t" * 201}, "tenant: 201 characters; accepted: at most 200"),
+        ({"external_id": "x" * 200}, {"external_id": "x" * 201}, "external_id: 201 characters; accepted: at most 200"),
+        ({"clock_id": "c" * 200}, {"clock_id": "c" * 201}, "clock_id: 201 characters; accepted: at most 200"),
+        (
+            {"retry_of": "01JGFJJZ000000000000000001"},
+            {"retry_of": "what was said"},
+            "retry_of: 13 characters that are no 26-character ULID",
+        ),
         (
             {"n_choices": 2, "finish_reason": ["stop", "r" * 64]},
             {"n_choices": 2, "finish_reason": ["stop", "r" * 65]},
@@ -310,6 +318,25 @@ def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_pa
         assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
 
     with_app(tmp_path, test)
+
+
+def test_the_rate_the_burst_and_the_size_of_a_report_are_the_operators(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        clock = plane.receipts.rate._clock
+        assert isinstance(clock, FakeClock)
+        for _ in range(3):  # a burst of two, and the one that takes it beyond
+            assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
+        answer = await client.post("/v1/receipts", json=receipt())
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        clock.advance(99 * MS)
+        assert (await client.post("/v1/receipts", json=receipt())).status_code == 429
+        clock.advance(MS)  # a tenth of a second for each
+        assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
+        clock.advance(1000 * MS)
+        answer = await client.post("/v1/receipts", content=b" " * 1025)
+        assert (answer.status_code, answer.json()) == (413, {"detail": "body: accepted: at most 1024 bytes"})
+
+    with_app(tmp_path, test, receipts_rate=10, receipts_burst=2, receipts_max_bytes=1024)
 
 
 def test_who_reports_is_known_by_its_connection_whatever_its_headers_say(tmp_path: Path) -> None:

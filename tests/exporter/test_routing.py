@@ -224,6 +224,11 @@ def test_a_dead_upstream_costs_no_request_and_is_used_again_once_it_lives(tmp_pa
             assert [(await b.ask()).status for _ in range(3)] == [200, 200, 200]
             assert len(b.upstream.seen) == 3
             assert b.total("sloscope_upstream_up", upstream=url) == 0
+            # Who was chosen is in the begin; where nobody was there, the end says who it went to instead.
+            other = b.plane.settings.upstreams[1]
+            chosen = {record["request_id"]: record["upstream"] for record in b.records("begin")}
+            went = [(chosen[end["request_id"]], end.get("upstream")) for end in await b.ends(3)]
+            assert went == [(url, other), (other, None), (other, None)]
             back = ScriptedUpstream(WHOLE)
             await back.start(port)
             await asyncio.sleep(0.3)  # its rest after one refusal is 250 ms

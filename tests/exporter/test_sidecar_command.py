@@ -34,6 +34,12 @@ def refused(events: Path, *options: str) -> str:
         (("--hedge-max-share", "0"), "error: --hedge-max-share: 0 is not accepted; accepted: above 0, at most 1"),
         (("--hedge-max-share", "1.01"), "error: --hedge-max-share: 1.01 is not accepted"),
         (("--hedge-max-share", "nan"), "error: --hedge-max-share: nan is not accepted"),
+        (("--receipts-rate", "0"), "error: --receipts-rate: 0 is not accepted; accepted: 1 to 1000000"),
+        (("--receipts-burst", "0"), "error: --receipts-burst: 0 is not accepted; accepted: 1 to 10000000"),
+        (
+            ("--receipts-max-bytes", "1000"),
+            "error: --receipts-max-bytes: 1000 is not accepted; accepted: 1024 to 1073741824",
+        ),
         (("--engine-events", "/nowhere"), "error: --engine-events: '/nowhere' is no directory; accepted: an events"),
     ],
 )

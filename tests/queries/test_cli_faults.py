@@ -12,6 +12,7 @@ import pytest
 
 from queries.runner import _ctrl_c_reaches
 from tests.queries.test_cli import error, events, rows  # noqa: F401 - a fixture
+from tests.waiting import until
 
 
 @pytest.mark.parametrize(

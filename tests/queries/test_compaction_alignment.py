@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from queries.compaction import compact
@@ -136,3 +137,36 @@ def test_without_an_engine_there_is_no_alignment_to_speak_of(tmp_path: Path) -> 
     assert one(tmp_path, "client_alignment, sidecar_alignment") == (None, None)
     rows = select(tmp_path, "select observer, gap_ns, alignment, same_clock from {late_gaps} order by ordinal")
     assert rows == [("sidecar", None, None, None), ("sidecar", 25 * MS, None, None)]
+
+
+def test_late_gaps_that_follow_each_other_share_stored_rows_and_come_back_one_by_one(tmp_path: Path) -> None:
+    # Gaps 20, 21, 22, 23, 24, then 5 (in time on both sides: no row), then 30.
+    received = [11, 31, 52, 74, 97, 121, 126, 156]
+    both_sides(tmp_path, {"stamps": received}, {"stamps": [10, 29, 50, 72, 95, 119, 124, 150]})
+    compact(tmp_path)
+    rows = select(
+        tmp_path,
+        "select ordinal, kind, prev_ns // 1000000, at_ns // 1000000, gap_ns // 1000000, emit_prev_ns // 1000000,"
+        " emit_at_ns // 1000000, emit_gap_ns // 1000000, hold_ns // 1000000, prev_hold_ns // 1000000, together"
+        " from {late_gaps} order by ordinal",
+    )
+    assert rows == [
+        (1, "first_output", None, 11, None, None, 10, None, 1, None, 1),
+        (2, "gap", 11, 31, 20, 10, 29, 19, 2, 1, 1),
+        (3, "gap", 31, 52, 21, 29, 50, 21, 2, 2, 1),
+        (4, "gap", 52, 74, 22, 50, 72, 22, 2, 2, 1),
+        (5, "gap", 74, 97, 23, 72, 95, 23, 2, 2, 1),
+        (6, "gap", 97, 121, 24, 95, 119, 24, 2, 2, 1),
+        (8, "gap", 126, 156, 30, 124, 150, 26, 6, 2, 1),
+    ]
+    # 1 to 4, 5 and 6, 8.
+    (stored,) = (tmp_path / "tables" / "late_gaps").rglob("*.parquet")
+    assert pq.read_table(stored)["ordinal_0"].to_pylist() == [1, 5, 8]
+
+
+def test_stamps_too_far_apart_to_be_subtracted_are_not_stored_as_sums(tmp_path: Path) -> None:
+    far = 2**62 + 1  # from far to -far is -2^63 - 2, which 64 bits take for 2^63 - 2: a late gap
+    with JournalWriter(tmp_path, "client", FakeClock()) as writer:
+        write_request(writer, "client", new_id(1), 0, [far, -far], end_ns=9)
+    compact(tmp_path)
+    assert select(tmp_path, "select at_ns from {late_gaps} order by ordinal") == [(far,), (-far,)]

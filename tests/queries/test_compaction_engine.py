@@ -22,7 +22,7 @@ def test_the_loser_of_a_hedge_is_waste_of_the_same_request(tmp_path: Path) -> No
         write_request(sidecar, "sidecar", new_id(1), 0, [50 * MS], attempt=0, end=lost)
         write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS, 30 * MS], attempt=1)
     compact(tmp_path)
-    row = one(tmp_path, "sidecar_outcome, sidecar_ttft_ns, sidecar_events, hedge_waste_tokens")
+    row = one(tmp_path, "sidecar_outcome, sidecar_ttft_ns, sidecar_events, hedge_waste_output_tokens")
     assert row == ("completed", 20 * MS, 2, 3)
 
 
@@ -227,7 +227,7 @@ def test_of_two_engines_that_ran_a_hedge_the_row_shows_the_one_that_answered(tmp
     assert (report.requests_written, report.requests_open) == (1, 0)
     columns = (
         "sidecar_outcome, engine_outcome, engine_start_ns, engine_first_computed_ns, engine_queued_ns, "
-        "engine_prefill_start_ns, hedge_waste_tokens"
+        "engine_prefill_start_ns, hedge_waste_output_tokens"
     )
     row = ("completed", "completed", 80 * MS, 94 * MS, 81 * MS, 82 * MS, 2)
     assert one(tmp_path, columns) == row
@@ -242,7 +242,7 @@ def test_of_two_attempts_that_did_not_complete_the_row_shows_the_one_that_ended_
         left = {"outcome": "cancelled", "reason": "disconnect"}
         write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS], attempt=1, end=left, end_ns=30 * MS)
     compact(tmp_path)
-    row = one(tmp_path, "sidecar_outcome, sidecar_reason, sidecar_events, hedge_waste_tokens")
+    row = one(tmp_path, "sidecar_outcome, sidecar_reason, sidecar_events, hedge_waste_output_tokens")
     assert row == ("cancelled", "disconnect", 1, None)  # nobody counted what the first one had
 
 
@@ -264,7 +264,7 @@ def test_the_waste_of_a_hedge_is_zero_only_where_it_is_known_to_be(tmp_path: Pat
         write_request(sidecar, "sidecar", new_id(1), 0, receipts, attempt=0, end=lost, end_ns=9 * MS)
         write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS, 30 * MS], attempt=1, end_ns=30 * MS)
     compact(tmp_path)
-    assert one(tmp_path, "sidecar_events, hedge_waste_tokens") == (2, waste)
+    assert one(tmp_path, "sidecar_events, hedge_waste_output_tokens") == (2, waste)
 
 
 def test_two_dead_engines_that_ran_a_hedge_are_both_closed(tmp_path: Path) -> None:

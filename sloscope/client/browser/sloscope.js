@@ -344,9 +344,9 @@ class Reporter {
       send_ns: sendNs,
       class: headers.get("x-slo-class") ?? this._class,
       tenant: headers.get("x-slo-tenant") ?? this._tenant,
-      model: typeof asked?.model === "string" ? asked.model.slice(0, 256) : undefined,
+      model: typeof asked?.model === "string" ? asked.model.slice(0, 200) : undefined,
       max_tokens: positive(asked?.max_completion_tokens) ?? positive(asked?.max_tokens),
-      external_id: headers.get("x-request-id")?.slice(0, 1024),
+      external_id: headers.get("x-request-id")?.slice(0, 200),
       retry_of: REQUEST_ID.test(retryOf) ? retryOf : undefined,
       own_limits: ownLimits(headers),
       labels: Object.keys(labels).length > 0 ? labels : undefined,
@@ -414,11 +414,12 @@ class Reporter {
     this._isPosting = true;
     const batch = this._take(MAX_POST);
     const body = batchOf(batch);
-    let status = 0, answer = null;
+    let status = 0, answer = null, afterMs = 0;
     try {
       const keepalive = body.length < MAX_LEAVING; // a page that closes meanwhile does not take it along
       const response = await this._fetch(this._url, { method: "POST", headers: this._headers, body, keepalive });
       status = response.status;
+      afterMs = 1000 * (Number(response.headers.get("retry-after")) || 0); // a date is not what the sidecar says
       answer = await response.json();
     } catch (error) {
       counted.lastError = String(error);
@@ -435,7 +436,8 @@ class Reporter {
       this._waiting.unshift(...batch);
       this._failures += 1;
     }
-    if (this._waiting.length > 0) this._postIn(Math.min(POST_EVERY_MS * 2 ** this._failures, MAX_BACKOFF_MS));
+    const pauseMs = Math.max(POST_EVERY_MS * 2 ** this._failures, afterMs);
+    if (this._waiting.length > 0) this._postIn(Math.min(pauseMs, MAX_BACKOFF_MS));
   }
 
   _take(most) {
