@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
+import re
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 import uvicorn
@@ -35,6 +38,7 @@ from sloscope.journal import JournalWriter
 from sloscope.recorder import encode
 
 _POLL_S = 1.0
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\[\]/@?#\s]+)(?::[0-9]{0,5})?")
 _OPEN_PATHS = frozenset({"/health"})
 _RECEIPTS = "/v1/receipts"
 _RECEIPTS_A_TURN = 20
@@ -146,6 +150,21 @@ def create_app(plane: ControlPlane) -> FastAPI:
             answer.headers["access-control-max-age"] = str(_PREFLIGHT_S)
         return answer
 
+    # A page's name can be pointed at a loopback address once the page is loaded. Its browser then takes our answers for
+    # the page's own, and only Host tells. Without a token the listener is loopback; with one, no such page has it, and
+    # a proxy in front may keep its own name.
+    @app.middleware("http")
+    async def check_host(request: Request, call_next: Any) -> Response:
+        host = request.headers.get("host")  # every browser sends it
+        if host is not None and not plane.settings.token and not _is_ours(host, plane.settings.cors_origins):
+            return _error(
+                403,
+                f"host: {host[:80]!r} is not accepted; accepted: localhost, a loopback address, the host of a"
+                " --cors-origin, or any with a token",
+            )
+        answer: Response = await call_next(request)
+        return answer
+
     @app.get("/health")
     async def health() -> dict[str, object]:
         return {"status": "ok" if plane.data_plane_answers else "degraded", "data_plane": plane.data_plane_answers}
@@ -181,8 +200,24 @@ def create_app(plane: ControlPlane) -> FastAPI:
     return app
 
 
+def _is_ours(host: str, origins: tuple[str, ...]) -> bool:
+    """Whether a Host header names a loopback address, or a site that the operator named."""
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    name = found[1].strip("[]").lower()
+    if name == "localhost" or name.endswith(".localhost") or name in {urlsplit(each).hostname for each in origins}:
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 def _is_welcome(origin: str, request: Request, origins: tuple[str, ...]) -> bool:
-    """Named, or the page came from this very address, perhaps through a proxy that ends TLS."""
+    """Named, or the page came from this very address, perhaps through a proxy that ends TLS. That the address is ours
+    `check_host` has seen to.
+    """
     return origin in origins or origin.partition("://")[2] == request.headers.get("host", "no host")
 
 

@@ -12,6 +12,8 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +35,8 @@ from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
 _COLLECT = (10_000, 20, 20)
+TURN_NS = 200_000  # of the loop's time that a snapshot takes before the sockets are looked at
+_NOTED_A_PIECE = 100
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
 
 
@@ -139,8 +143,17 @@ class DataPlane:
             self._errors_named.add(name)
             sys.stderr.write(f"sidecar: observer error (counted, the stream goes on): {name}\n")
 
-    def snapshot(self, full: bool) -> bytes:
-        """Everything that this process counts, at one moment."""
+    def snapshot(self, full: bool) -> Iterator[bytes]:
+        """Everything that this process counts, at one moment, in pieces that take little time each; some are empty."""
+        for number, client in enumerate(list(self.clients)):
+            if client.exchange is not None:
+                client.exchange.note_progress()
+            if number % _NOTED_A_PIECE == _NOTED_A_PIECE - 1:
+                yield b""
+        yield from self.store.drain_in_pieces(full, lambda: self._publish(full))
+
+    def _publish(self, full: bool) -> None:
+        """What is counted elsewhere than in the store."""
         recorder, labels = self.recorder, ("sidecar",)
         for name, total in (
             ("sloscope_journal_records_total", recorder.written),
@@ -151,9 +164,7 @@ class DataPlane:
                 self.store.set(name, total, labels)
         self.store.set("sloscope_journal_late_begins_total", recorder.late_begins)
         self.store.set("sloscope_journal_lag_seconds", recorder.lag_ns / 1e9, labels)
-        self._note_progress()
         self.upstreams.publish()
-        return self.store.drain(full)
 
     async def drain(self) -> None:
         """No new requests; those under way may end, for as long as `--drain` says."""
@@ -186,14 +197,18 @@ class DataPlane:
 
 
 class MetricsConnection(asyncio.Protocol):
-    """The control plane asks `full` or `changes`, a line; the answer is `INSTANCE FULL LENGTH`, a line, and the
-    payload of the store.
+    """The control plane asks `full` or `changes`, a line; the answer is `INSTANCE FULL`, a line, and the payload of the
+    store in pieces, each after a line with its length; a length of 0 ends it.
+
+    The streams have the loop between two pieces: many series take milliseconds, and no event waits for all of them.
     """
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._line = b""
+        self._asked: deque[bool] = deque()
+        self._pieces: Iterator[bytes] | None = None  # of the answer that is under way
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -201,6 +216,8 @@ class MetricsConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._plane.metrics_connections.discard(self)
+        self._asked.clear()
+        self._pieces = None
 
     def close(self) -> None:
         self._transport.close()
@@ -209,11 +226,41 @@ class MetricsConnection(asyncio.Protocol):
         self._line += data
         while b"\n" in self._line:
             line, _, self._line = self._line.partition(b"\n")
-            full = line != b"changes"
-            payload = self._plane.snapshot(full)
-            self._transport.write(b"%b %d %d\n%b" % (self._plane.instance.encode(), full, len(payload), payload))
+            self._asked.append(line != b"changes")
         if len(self._line) > 64:
             self._transport.abort()
+        elif self._pieces is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._asked:
+            full = self._asked.popleft()
+            self._transport.write(b"%b %d\n" % (self._plane.instance.encode(), full))
+            self._pieces = self._plane.snapshot(full)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._pieces is None:
+            return
+        until_ns = self._plane.clock.monotonic_ns() + TURN_NS
+        written: list[bytes] = []
+        try:
+            for piece in self._pieces:
+                if piece:
+                    written += (b"%d\n" % len(piece), piece)
+                if self._plane.clock.monotonic_ns() >= until_ns:
+                    self._plane.loop.call_soon(self._go_on)
+                    break
+            else:
+                written.append(b"0\n")
+                self._pieces = None
+        except Exception as error:
+            self._plane.observer_failed(error)
+            self._transport.abort()  # half an answer: the next one is asked for anew
+            return
+        self._transport.write(b"".join(written))
+        if self._pieces is None:
+            self._begin()
 
 
 async def _end_of_stdin(stdin: asyncio.StreamReader) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-import orjson
-
 from sloscope.exposition import MetricStore
 
 PATIENCE_S = 1.0
@@ -60,7 +58,7 @@ class DataPlaneLink:
             self._streams = None
             writer.close()
             raise
-        self._store.absorb(_without_own(payload))
+        self._store.absorb(payload, but=OWN)
         self._instance = instance
 
     async def _ask(
@@ -68,8 +66,11 @@ class DataPlaneLink:
     ) -> tuple[bytes, bool, bytes]:
         writer.write(b"full\n" if full else b"changes\n")
         await writer.drain()
-        instance, is_full, length = (await reader.readline()).split()
-        return instance, is_full == b"1", await reader.readexactly(int(length))
+        instance, is_full = (await reader.readline()).split()
+        pieces = []
+        while length := int(await reader.readline()):
+            pieces.append(await reader.readexactly(length))
+        return instance, is_full == b"1", b"".join(pieces)
 
     async def close(self) -> None:
         streams, self._streams = self._streams, None
@@ -78,9 +79,3 @@ class DataPlaneLink:
             streams[1].close()
             with contextlib.suppress(OSError):
                 await streams[1].wait_closed()
-
-
-def _without_own(payload: bytes) -> bytes:
-    body = orjson.loads(payload)
-    body["values"] = [row for row in body["values"] if row[0] not in OWN]
-    return orjson.dumps(body)

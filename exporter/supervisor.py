@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from exporter.priority import give_way, thread_gives_way
 from exporter.settings import Settings
 from sloscope.errors import ConfigError, SloscopeError
 from sloscope.recovery import recover
@@ -131,6 +132,7 @@ class Supervisor:
         self._totals = {"data_plane_restarts": 0, "recovered_requests": 0}
         self._stopping = False
         self._announced = False
+        self._priority_refused = False
 
     def run(self) -> int:
         """Until SIGTERM or SIGINT; the exit status."""
@@ -199,7 +201,16 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         self._selector.register(child.start(), selectors.EVENT_READ, child)
         if child is self._control:
+            self._put_behind(child)
             self._tell_totals()
+
+    def _put_behind(self, child: Child) -> None:
+        """From outside, so that its imports give way, too: a control plane may be started again amid streams."""
+        assert child.process is not None
+        why = give_way(child.process.pid)
+        if why is not None and child.process.poll() is None and not self._priority_refused:
+            self._priority_refused = True
+            sys.stderr.write(f"sidecar: the {child.name} keeps its priority, so a scrape may delay events: {why}\n")
 
     def _tend(self, child: Child) -> None:
         if child.process is None:
@@ -243,6 +254,7 @@ class Supervisor:
 
     def _recover(self) -> None:
         """Closes what a dead recorder left open, while the next one works already: locks tell them apart."""
+        thread_gives_way()
         for observer in _RECOVERED:
             try:
                 closed = recover(Path(self._settings.events), observer)

@@ -1,62 +1,58 @@
 """Observations in, Prometheus text out. The hot path appends an integer to a list; counting happens at a scrape.
 
-A store holds the catalogue rows of one exposition. Where the observing process is not the one that is scraped,
-`drain` hands
-over what changed and `absorb` takes it: cumulative values, so that a payload that got lost is mended by the next
+A store holds the catalogue rows of one exposition. Where the observing process is not the one that is scraped, `drain`
+hands over what changed and `absorb` takes it: cumulative values, so that a payload that got lost is mended by the next
 full one. A counter that both sides have is exposed as their sum; a gauge is the other side's, unless it was set here.
 Not safe for several threads: what another one is to read is a snapshot.
 """
 
-import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import accumulate, islice
 
 import numpy as np
-from prometheus_client import generate_latest
+import orjson
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from sloscope import catalogue
 from sloscope.contract import Contract
+from sloscope.text_format import Counts, Key, Labels, Row, TextWriter, les
 
-Labels = tuple[str, ...]
-Key = tuple[str, Labels]
+__all__ = ["OTHER", "Labels", "MetricStore", "Row", "Snapshot"]
+
 OTHER = "other"
-_BIN_ABOVE = 50_000  # pending values are counted early, so that memory is bounded without a scrape
-
-
-class Row(NamedTuple):
-    """A series that is kept elsewhere, such as a histogram with edges of its own."""
-
-    name: str
-    labels: Labels
-    value: float  # of a histogram its sum
-    buckets: Sequence[tuple[str, float]] = ()  # `le` and cumulative count, +Inf last
+_AT_ONCE = 2000  # values that are counted in one go, about 0.1 ms of work: no loop is held up for longer
+_FEW = 40  # below, numpy's calls cost more than a search in Python for each value
+_A_PIECE = 16  # series, about 0.02 ms of work
 
 
 class _Histogram:
-    """Pending values and counts per bucket; edges and values in ns, compared as integers (`value <= edge`)."""
+    """Pending values and counts per bin; edges and values in ns, compared as integers (`value <= edge`)."""
 
     __slots__ = ("bins", "edges_ns", "pending", "sum_ns")
 
-    def __init__(self, edges_ns: np.ndarray) -> None:
+    def __init__(self, edges_ns: Sequence[int]) -> None:
         self.edges_ns = edges_ns
         self.pending: list[int] = []
-        self.bins = np.zeros(len(edges_ns) + 1, dtype=np.int64)
+        self.bins = [0] * (len(edges_ns) + 1)  # replaced and never changed: who has the list has its moment
         self.sum_ns = 0
 
-    def count(self) -> bool:
-        """Bins what is pending. The list object stays, since appenders hold on to it."""
-        if not self.pending:
-            return False
-        taken = len(self.pending)
-        values = np.array(self.pending[:taken], dtype=np.int64)
-        del self.pending[:taken]
-        places = np.searchsorted(self.edges_ns, values, side="left")
-        self.bins += np.bincount(places, minlength=len(self.bins))
-        self.sum_ns += int(values.sum())
-        return True
+    def count(self) -> None:
+        """Bins what is pending, at most so much at once. The list object stays, since appenders hold on to it."""
+        taken = self.pending[:_AT_ONCE]
+        del self.pending[: len(taken)]
+        bins = self.bins.copy()
+        if len(taken) < _FEW:
+            for value in taken:
+                bins[bisect_left(self.edges_ns, value)] += 1
+        else:
+            places = np.searchsorted(self.edges_ns, np.array(taken, dtype=np.int64), side="left")
+            for place, count in enumerate(np.bincount(places).tolist()):
+                bins[place] += count
+        self.bins = bins
+        self.sum_ns += sum(taken)
 
 
 class MetricStore:
@@ -70,15 +66,17 @@ class MetricStore:
         self._contract = contract
         self._max_label_values = max_label_values
         self._edges = {
-            name: np.array(catalogue.edges_ns(metric, contract), dtype=np.int64)
+            name: catalogue.edges_ns(metric, contract)
             for name, metric in self._metrics.items()
             if metric.kind == "histogram"
         }
+        self._writer = TextWriter(self._metrics.values(), self._edges)
         self._histograms: dict[Key, _Histogram] = {}
         self._values: dict[Key, float] = {}  # counters and gauges
         self._absorbed: dict[Key, float] = {}  # the other side's
         self._set: set[Key] = set()  # of the values, those that `set` gave; the others may be a mere 0 from the start
-        self._dirty: set[Key] = set()
+        self._dirty_values: set[Key] = set()
+        self._dirty_histograms: dict[Key, _Histogram] = {}
         self._remote: set[Key] = set()
         self._seen: dict[str, set[str]] = {}
         self._sources: list[Callable[[], Iterable[Row]]] = []
@@ -98,7 +96,7 @@ class MetricStore:
             self._histogram(name, labels)
         else:
             self._values.setdefault((name, labels), 0)
-            self._dirty.add((name, labels))
+            self._dirty_values.add((name, labels))
 
     def observe(self, name: str, value_ns: int, labels: Labels = ()) -> None:
         self.appender(name, labels)(value_ns)
@@ -106,8 +104,9 @@ class MetricStore:
     def observe_many(self, name: str, values_ns: Iterable[int], labels: Labels = ()) -> None:
         histogram = self._histogram(name, labels)
         histogram.pending.extend(values_ns)
-        if len(histogram.pending) > _BIN_ABOVE and histogram.count():
-            self._dirty.add((name, labels))
+        while len(histogram.pending) >= _AT_ONCE:  # memory is bounded without a scrape, and a scrape finds little to do
+            histogram.count()
+            self._dirty_histograms[name, labels] = histogram
 
     def appender(self, name: str, labels: Labels = ()) -> Callable[[int], None]:
         """`append` of the series' list: about 20 ns a value. It stays valid for the life of the store."""
@@ -118,7 +117,7 @@ class MetricStore:
         if key not in self._values:
             self.init(name, labels)
         self._values[key] += amount
-        self._dirty.add(key)
+        self._dirty_values.add(key)
 
     def set(self, name: str, value: float, labels: Labels = ()) -> None:
         key = (name, labels)
@@ -126,7 +125,7 @@ class MetricStore:
             self.init(name, labels)
         self._values[key] = value
         self._set.add(key)
-        self._dirty.add(key)
+        self._dirty_values.add(key)
 
     def get(self, name: str, labels: Labels = ()) -> float:
         """As exposed."""
@@ -154,14 +153,20 @@ class MetricStore:
         if histogram is None:
             metric = self._metrics[name]
             assert metric.kind == "histogram" and len(labels) == len(metric.labels), (name, labels)
-            histogram = self._histograms[key] = _Histogram(self._edges[name])
-            self._dirty.add(key)
+            histogram = self._histograms[key] = self._dirty_histograms[key] = _Histogram(self._edges[name])
         return histogram
 
-    def _count(self) -> None:
+    def _count(self) -> Iterator[None]:
+        """Bins what is pending by now, a little in a step. What comes meanwhile may stay pending."""
         for key, histogram in list(self._histograms.items()):
-            if histogram.count():
-                self._dirty.add(key)
+            for _ in range(0, len(histogram.pending), _AT_ONCE):
+                histogram.count()
+                self._dirty_histograms[key] = histogram
+                yield
+
+    def _count_all(self) -> None:
+        for _ in self._count():
+            pass
 
     # --- from one process to another
 
@@ -169,33 +174,53 @@ class MetricStore:
         """What changed since the last drain, or everything. Values are cumulative, so taking one twice does no
         harm.
         """
-        self._count()
-        keys = {*self._histograms, *self._values} if full else self._dirty
-        histograms = [
-            [name, labels, self._histograms[name, labels].bins.tolist(), self._histograms[name, labels].sum_ns]
-            for name, labels in keys
-            if (name, labels) in self._histograms
-        ]
-        values = [[name, labels, self._values[name, labels]] for name, labels in keys if (name, labels) in self._values]
-        self._dirty = set()
-        return json.dumps({"full": full, "histograms": histograms, "values": values}, separators=(",", ":")).encode()
+        return b"".join(self.drain_in_pieces(full))
 
-    def absorb(self, payload: bytes) -> None:
-        """Takes a drained payload. A full one first forgets every series that came from the other side before."""
-        body = json.loads(payload)
-        if body["full"]:
+    def drain_in_pieces(self, full: bool = False, at_the_moment: Callable[[], None] | None = None) -> Iterator[bytes]:
+        """The same payload, for a loop that has other things to do between two pieces; some are empty.
+
+        Most of the counting comes first, then one short step that takes hold of all series, then the writing: all
+        pieces are of the moment of that one step, whatever is observed before the last of them. The step is the one
+        thing that grows with the number of series. `at_the_moment` is called in it, for what is still to be set.
+        """
+        for _ in self._count():
+            yield b""
+        if at_the_moment is not None:
+            at_the_moment()
+        self._count_all()
+        taken = self._histograms if full else self._dirty_histograms
+        histograms = [(*key, histogram.bins, histogram.sum_ns) for key, histogram in taken.items()]
+        values = self._values.copy()
+        keys = iter(values if full else self._dirty_values)
+        self._dirty_histograms, self._dirty_values = {}, set()
+        yield orjson.dumps({"full": full}) + b"\n"
+        for at in range(0, len(histograms), _A_PIECE):
+            # A sum as text: nanoseconds of many streams outgrow 64 bits.
+            rows: list[object] = [(*row[:3], str(row[3])) for row in histograms[at : at + _A_PIECE]]
+            yield orjson.dumps({"histograms": rows}) + b"\n"
+        while rows := [(*key, values[key]) for key in islice(keys, 4 * _A_PIECE)]:
+            yield orjson.dumps({"values": rows}) + b"\n"
+
+    def absorb(self, payload: bytes, but: frozenset[str] = frozenset()) -> None:
+        """Takes a drained payload, `but` for counters and gauges of these names. A full one first forgets every series
+        that came from the other side before.
+        """
+        first, *rest = map(orjson.loads, payload.splitlines())
+        if first["full"]:
             for key in self._remote:
                 self._histograms.pop(key, None)
+                self._dirty_histograms.pop(key, None)
             self._remote = set()
             self._absorbed = {}
-        for name, labels, bins, sum_ns in body["histograms"]:
-            key = (name, tuple(labels))
-            histogram = self._histogram(*key)
-            histogram.bins = np.array(bins, dtype=np.int64)
-            histogram.sum_ns = sum_ns
-            self._remote.add(key)
-        for name, labels, value in body["values"]:
-            self._absorbed[name, tuple(labels)] = value
+        for piece in rest:
+            for name, labels, bins, sum_ns in piece.get("histograms", ()):
+                key = (name, tuple(labels))
+                histogram = self._histogram(*key)
+                histogram.bins, histogram.sum_ns = bins, int(sum_ns)
+                self._remote.add(key)
+            for name, labels, value in piece.get("values", ()):
+                if name not in but and value is not None:  # JSON has none for a value that is no number
+                    self._absorbed[name, tuple(labels)] = value
 
     # --- reading
 
@@ -205,12 +230,14 @@ class MetricStore:
 
     def snapshot(self) -> "Snapshot":
         """All series as of now: little work, where the rest of a scrape may be done in another thread."""
-        self._count()
+        self._count_all()
         return Snapshot(
             tuple(self._metrics.values()),
             {key: self.get(*key) for key in self._values.keys() | self._absorbed.keys()},
-            {key: (row.edges_ns, row.bins.copy(), row.sum_ns) for key, row in self._histograms.items()},
+            {key: Counts(histogram.bins, histogram.sum_ns) for key, histogram in self._histograms.items()},
             [row for rows in self._sources for row in rows()],
+            self._writer,
+            self._edges,
         )
 
     def collect(self) -> Iterator[Family]:
@@ -227,23 +254,25 @@ class Snapshot(Collector):
         self,
         metrics: Iterable[catalogue.Metric],
         values: Mapping[Key, float],
-        histograms: Mapping[Key, tuple[np.ndarray, np.ndarray, int]],  # edges and bins, and the sum of what they count
-        rows: Iterable[Row],
+        histograms: Mapping[Key, Counts],
+        rows: Sequence[Row],
+        writer: TextWriter,
+        edges_ns: Mapping[str, Sequence[int]],
     ) -> None:
         self._metrics = metrics
         self._values = values
         self._histograms = histograms
         self._rows = rows
+        self._writer = writer
+        self._edges_ns = edges_ns
 
     def collect(self) -> Iterator[Family]:
         families = {metric.name: _family(metric) for metric in self._metrics}
         for (name, labels), value in sorted(self._values.items(), key=_key):
             families[name].add_metric(labels, value)  # type: ignore[attr-defined]
-        for (name, labels), (edges_ns, bins, sum_ns) in sorted(self._histograms.items(), key=_key):
-            cumulative = np.cumsum(bins).tolist()
-            edges = [str(edge / 1e9) for edge in edges_ns.tolist()] + ["+Inf"]
-            buckets = list(zip(edges, cumulative, strict=True))
-            families[name].add_metric(labels, buckets, sum_ns / 1e9)  # type: ignore[attr-defined]
+        for (name, labels), counts in sorted(self._histograms.items(), key=_key):
+            buckets = list(zip(les(self._edges_ns[name]), accumulate(counts.bins), strict=True))
+            families[name].add_metric(labels, buckets, counts.sum_ns / 1e9)  # type: ignore[attr-defined]
         for row in self._rows:
             values = (row.buckets, row.value) if row.buckets else (row.value,)
             families[row.name].add_metric(row.labels, *values)  # type: ignore[attr-defined]
@@ -251,7 +280,7 @@ class Snapshot(Collector):
 
     def render(self) -> bytes:
         """The exposition in Prometheus text format 0.0.4."""
-        return generate_latest(self)
+        return self._writer.write(self._values, self._histograms, self._rows)
 
 
 def _key(item: tuple[Key, object]) -> Key:

@@ -3,10 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sloscope import catalogue, contract
-from sloscope.exposition import MetricStore
+from sloscope.exposition import MetricStore, Row
 
 LABELS = ("interactive", "m", "t")
 TTFT = "sloscope_sidecar_ttft_seconds"
@@ -65,6 +66,127 @@ def test_draining_and_absorbing_gives_the_same_exposition_even_when_a_payload_is
     there.absorb(payload)
     there.absorb(payload)  # taking one twice does no harm
     assert samples(there) == samples(here)
+
+
+Step = tuple[str, str, int]
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("inc", "gauge", "observe", "many", "scrape")),
+        st.sampled_from(("t", 'a "quoted" one', "back\\slash", "two\nlines", "ü", "")),
+        st.integers(0, 2**62),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_the_text_is_what_prometheus_client_writes_whatever_changed_since_the_last_scrape(steps: list[Step]) -> None:
+    store = MetricStore("sidecar", contract.preset("exercise"))
+    rows: list[Row] = []
+    store.add_source(lambda: rows)
+    for what, tenant, number in steps:
+        labels = ("interactive", "m", tenant)
+        match what:
+            case "inc":
+                store.inc(OFFERED, number, labels)
+            case "gauge":
+                store.set("sloscope_journal_lag_seconds", number / 1e9, (tenant,))
+            case "observe":
+                store.observe(TTFT, number, labels)
+            case "many":
+                store.observe_many(TTFT, [number // 7] * 60, labels)
+            case "scrape":
+                buckets = [("-1.0" if number % 3 == 0 else "0.25", 3), ("2.5", number), ("+Inf", number + 0.5)]
+                rows = [
+                    Row("sloscope_upstream_engine_kv_usage_ratio", ("u", "vllm", tenant), 0.5),
+                    Row("sloscope_upstream_engine_ttft_seconds", ("u", "vllm", tenant), number / 3, buckets),
+                ]
+                snapshot = store.snapshot()
+                assert snapshot.render() == generate_latest(snapshot)
+    snapshot = store.snapshot()
+    assert snapshot.render() == generate_latest(snapshot)
+
+
+def test_a_series_that_went_with_its_process_is_not_written_again() -> None:
+    dead, scraped = MetricStore("sidecar"), MetricStore("sidecar")
+    dead.inc(OFFERED, 7, LABELS)
+    dead.observe(TTFT, 5, LABELS)
+    scraped.absorb(dead.drain(full=True))
+    assert b'tenant="t"' in scraped.render()
+    scraped.absorb(MetricStore("sidecar").drain(full=True))
+    assert b'tenant="t"' not in scraped.render()
+
+
+def test_a_payload_in_pieces_is_of_one_moment_whatever_is_observed_between_them() -> None:
+    here, there = MetricStore("sidecar"), MetricStore("sidecar")
+    tenants = [("interactive", "m", f"t{number}") for number in range(40)]
+    itl = "sloscope_sidecar_itl_seconds"
+    for labels in tenants:
+        here.observe_many(itl, [1] * 1500, labels)
+
+    def request() -> None:
+        for labels in tenants:
+            here.inc(OFFERED, 1, labels)
+            here.observe(TTFT, 5, labels)
+            here.observe_many(itl, [20_000_000] * 699, labels)  # counted early at the first or second of them
+
+    pieces, between = [], 0
+    for piece in here.drain_in_pieces():
+        pieces.append(piece)
+        request()
+        between += 1
+    there.absorb(b"".join(pieces))
+    seen = samples(there)
+    # Counting takes 40 steps, one a series, each followed by a request; the moment is after it.
+    of_moment = 40
+    assert between > of_moment + 5
+    for tenant in (f"t{number}" for number in range(40)):
+        label = (("class", "interactive"), ("model", "m"), ("tenant", tenant))
+        assert seen[OFFERED, label] == seen[TTFT + "_count", label] == of_moment
+        assert seen[TTFT + "_sum", label] == pytest.approx(of_moment * 5e-9)
+        assert seen[itl + "_count", label] == 1500 + 699 * of_moment
+        assert seen[itl + "_sum", label] == pytest.approx(1500e-9 + 699 * of_moment * 0.02)
+    there.absorb(here.drain())
+    assert samples(there) == samples(here)
+
+
+def test_a_payload_that_was_given_up_halfway_is_mended_by_a_full_one() -> None:
+    here, there = MetricStore("sidecar"), MetricStore("sidecar")
+    for number in range(100):
+        here.observe(TTFT, number, ("interactive", "m", f"t{number}"))
+    pieces = here.drain_in_pieces()
+    for _ in range(103):
+        next(pieces)
+    del pieces
+    there.absorb(here.drain(full=True))
+    assert samples(there) == samples(here)
+
+
+def test_no_step_of_a_payload_counts_or_writes_many_series() -> None:
+    store = MetricStore("sidecar")
+    append = store.appender(TTFT, LABELS)
+    for value in range(9000):
+        append(value)
+    for number in range(200):
+        store.observe(TTFT, 1, ("interactive", "m", f"t{number}"))
+    left = [len(store._histogram(TTFT, LABELS).pending)]
+    pieces = []
+    for piece in store.drain_in_pieces():
+        pieces.append(piece)
+        left.append(len(store._histogram(TTFT, LABELS).pending))
+    # 9000 values are counted 2000 at once.
+    assert left[:7] == [9000, 7000, 5000, 3000, 1000, 0, 0]
+    assert max(piece.count(b'"interactive"') for piece in pieces) == 16
+    assert sum(piece.count(b'"interactive"') for piece in pieces) == 201
+
+
+def test_a_sum_of_nanoseconds_above_64_bits_arrives_whole() -> None:
+    here, there = MetricStore("sidecar"), MetricStore("sidecar")
+    for _ in range(5):
+        here.observe_many(TTFT, [2**62] * 50, LABELS)
+    there.absorb(here.drain())
+    # 250 * 2^62 ns
+    assert value(there, TTFT + "_sum", **LABELLED) == 250 * 2**62 / 1e9
 
 
 def test_a_full_payload_forgets_the_series_of_a_process_that_died() -> None:

@@ -227,7 +227,7 @@ class Bench:
     def scrape(self) -> MetricStore:
         """What the control plane would have after a full snapshot."""
         store = MetricStore("sidecar", self.plane.watch.contract)
-        store.absorb(self.plane.snapshot(full=True))
+        store.absorb(b"".join(self.plane.snapshot(full=True)))
         return store
 
     def total(self, name: str, **labels: str) -> float:

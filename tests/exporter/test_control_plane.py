@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from exporter import data_plane
 from exporter.control_plane import ControlPlane, create_app
 from exporter.families import ReceiptFamilies
 from sloscope.clock import SystemClock
@@ -42,6 +44,61 @@ def test_a_scrape_shows_what_the_data_plane_counted_until_then(tmp_path: Path) -
                 assert series(text, "sloscope_sidecar_requests_offered_total") == count
                 assert series(text, "sloscope_sidecar_ttft_seconds_count") == count
                 assert series(text, "sloscope_sidecar_added_seconds_count") == 2 * count
+            await control.link.close()
+
+    run(test())
+
+
+def test_a_snapshot_of_many_series_leaves_the_loop_to_others_and_is_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_plane, "TURN_NS", 0)  # a turn of the loop for each piece
+
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE), max_label_values=1000) as b:
+            control = beside(b)
+            families = b.plane.watch.families
+            for number in range(100):
+                families.begun("default", "m", f"t{number}")
+                b.plane.store.observe("sloscope_sidecar_ttft_seconds", 5, ("default", "m", f"t{number}"))
+            polling, others = asyncio.create_task(control.link.poll()), 0
+            while not polling.done():
+                if b.plane.metrics_connections:
+                    families.begun("default", "m", f"t{others % 100}")
+                    others += 1
+                await asyncio.sleep(0)
+            assert polling.result()
+            # 100 histograms are counted one in a turn; 700 of them are written 16 at once, which makes 44 turns.
+            assert others > 144
+            taken = total(control.store, "sloscope_sidecar_requests_offered_total")
+            assert 100 < taken < 100 + others
+            assert total(control.store, "sloscope_sidecar_inflight_requests") == taken
+            assert await control.link.poll()
+            assert total(control.store, "sloscope_sidecar_requests_offered_total") == 100 + others
+            await control.link.close()
+
+    run(test())
+
+
+def test_a_control_plane_that_leaves_amid_a_snapshot_gets_a_whole_one_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_plane, "TURN_NS", 0)
+
+    async def test() -> None:
+        async with bench(tmp_path, answering(event(), finish(), DONE), max_label_values=1000) as b:
+            control = beside(b)
+            for number in range(100):
+                b.plane.watch.families.begun("default", "m", f"t{number}")
+            polling = asyncio.create_task(control.link.poll())
+            while not any(connection._pieces for connection in b.plane.metrics_connections):
+                await asyncio.sleep(0)
+            polling.cancel()
+            await asyncio.gather(polling, return_exceptions=True)
+            await b.until(lambda: not b.plane.metrics_connections)
+            assert total(control.store, "sloscope_sidecar_requests_offered_total") == 0
+            assert await control.link.poll()
+            assert total(control.store, "sloscope_sidecar_requests_offered_total") == 100
             await control.link.close()
 
     run(test())
@@ -143,7 +200,7 @@ def asked(tmp_path: Path, test: Callable[[httpx.AsyncClient], Awaitable[None]], 
             await b.ends(3)
             control = beside(b)
             transport = httpx.ASGITransport(create_app(control))
-            async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await test(client)
             await control.link.close()
 

@@ -21,7 +21,7 @@ from tests.exporter.harness import ASK, DONE, Bench, Seen, answering, bench, eve
 
 def asking(b: Bench) -> httpx.AsyncClient:
     control = ControlPlane(b.plane.settings, SystemClock())
-    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(control)), base_url="http://control")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(control)), base_url="http://localhost")
 
 
 def test_a_limit_that_no_column_holds_is_counted_and_the_request_still_recorded(tmp_path: Path) -> None:

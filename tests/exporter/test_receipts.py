@@ -31,7 +31,7 @@ def with_app(tmp_path: Path, test: Test, **changes: Any) -> None:
         clock = FakeClock(mono_ns=10_000 * MS, clock_id="fake:0:0")
         plane = ControlPlane(settings_for(tmp_path / "events", str(tmp_path / "none"), ("http://a",), **changes), clock)
         transport = httpx.ASGITransport(create_app(plane))
-        async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             await test(client, plane)
         plane.receipts.close()
 
@@ -311,7 +311,7 @@ def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_pa
         )
         assert total(plane.store, "sloscope_receipts_rejected_total", cause="rate") == 1
         elsewhere = httpx.ASGITransport(create_app(plane), client=("10.0.0.2", 1))
-        async with httpx.AsyncClient(transport=elsewhere, base_url="http://control") as other:
+        async with httpx.AsyncClient(transport=elsewhere, base_url="http://localhost") as other:
             assert (await other.post("/v1/receipts", json=receipt())).status_code == 200
         assert (await client.get("/metrics")).status_code == 200
         clock.advance(20 * MS)
@@ -445,10 +445,61 @@ def test_a_page_of_another_origin_is_refused_without_asking_first_too(tmp_path: 
 def test_a_page_of_the_same_address_and_a_client_that_is_no_page_need_no_name(tmp_path: Path) -> None:
     async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
         # Behind a proxy that ends TLS the scheme is another one.
-        for headers in ({}, {"origin": "http://control"}, {"origin": "https://control"}):
+        for headers in ({}, {"origin": "http://localhost"}, {"origin": "https://localhost"}):
             assert (await client.post("/v1/receipts", json=receipt(), headers=headers)).status_code == 200
 
     with_app(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LocalHost:9464", 200),
+        ("sidecar.localhost:9464", 200),
+        ("127.0.0.1:9464", 200),
+        ("127.9.9.9", 200),
+        ("[::1]:9464", 200),
+        ("app.example", 200),  # of SITE, whose proxy keeps its name
+        ("evil.example:9464", 403),
+        ("localhost.evil.example", 403),
+        ("evillocalhost", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("192.168.0.7:9464", 403),
+        ("[::2]", 403),
+        ("[::1].evil.example", 403),
+        ("localhost@evil.example", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_whose_name_was_pointed_here_after_it_was_loaded_gets_nothing(
+    tmp_path: Path, host: str, status: int
+) -> None:
+    async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
+        own = {"host": host, "origin": f"http://{host}"}
+        answers = [await client.get(path, headers=own) for path in ("/metrics", "/api/q", "/api/contract", "/health")]
+        answers.append(await client.post("/v1/receipts", json=receipt(), headers=own))
+        assert [answer.status_code for answer in answers] == [status] * 5
+        assert total(plane.store, "sloscope_client_requests_total") == (status == 200)
+        if status == 403:
+            for answer in answers:
+                assert answer.json()["error"] == (
+                    f"host: {host!r} is not accepted; accepted: localhost, a loopback address, the host of a"
+                    " --cors-origin, or any with a token"
+                )
+
+    with_app(tmp_path, test, cors_origins=(SITE,))
+
+
+def test_with_a_token_a_proxy_in_front_may_keep_its_own_name(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        proxied = {"host": "metrics.example"}
+        assert (await client.get("/metrics", headers={**proxied, "authorization": "Bearer right"})).status_code == 200
+        assert (await client.get("/metrics", headers=proxied)).status_code == 401
+        page = {**proxied, "origin": "http://metrics.example"}
+        assert (await client.post("/v1/receipts", json=receipt(), headers=page)).status_code == 401
+
+    with_app(tmp_path, test, token="right")
 
 
 @pytest.mark.parametrize(

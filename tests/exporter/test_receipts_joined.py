@@ -40,7 +40,7 @@ def with_both_planes(tmp_path: Path, test: Callable[[Bench, Report, ControlPlane
         async with bench(tmp_path, script) as b:
             plane = ControlPlane(b.plane.settings, SystemClock())
             transport = httpx.ASGITransport(create_app(plane))
-            async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
                 async def report(**fields: Any) -> dict[str, Any]:
                     return dict((await client.post("/v1/receipts", json=fields)).json())
