@@ -387,11 +387,11 @@ class Exchange:
         # Before the write: on another core the client can have the bytes before the call returns.
         forwarded_ns = self.plane.clock.monotonic_ns()
         self._client.transport.write(head + out if head else out)
-        added_ns = self.plane.clock.monotonic_ns() - now
+        done_ns = self.plane.clock.monotonic_ns()
         if head:
             self._understand_head(attempt.response, is_new=True)
         if self._observation is not None and payload:
-            self.observe(self._observation.forwarded, payload, 0, len(payload), now, forwarded_ns, added_ns)
+            self.observe(self._observation.forwarded, payload, now, forwarded_ns, done_ns)
             if self._awaits_output:
                 self._time_output(attempt, now)
         if is_broken:

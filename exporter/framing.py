@@ -13,11 +13,10 @@ _MAX_TRAILER_BYTES = 16 << 10
 _LONG_LINE = "chunked body: a line is longer than 4096 bytes"
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 _PADDED_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-# Size lines that were read once, and what follows each: a stream's chunks are alike.
-_SIZES: dict[bytes, int] = {}
-_MOST_SIZES = 4096
-_MOST_SIZE_DIGITS = 15
-_MOST_SHORT = 4096  # bytes of a chunk that `whole_chunk` looks at
+# Size lines of short chunks that were read once, and the bytes that follow each: a stream's chunks are alike.
+SHORT_CHUNKS: dict[bytes, int] = {}
+MAX_SHORT_LINE = 8
+_MOST_LINES, _MOST_SHORT = 4096, 4096
 _TRAILER = re.compile(rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]+):[\t\x20-\x7e\x80-\xff]*\r\n")
 # A neighbour that merges trailers into the head must not find there where the message ends, what it is or who sent it.
 _NO_TRAILERS = frozenset(
@@ -96,7 +95,7 @@ class Chunked:
     `padded`: blanks may follow a size, as some old servers write it.
     """
 
-    __slots__ = ("_in_trailer", "_left", "_line", "_size_line", "_trailer_bytes", "complete")
+    __slots__ = ("_in_trailer", "_left", "_line", "_size_line", "_trailer_bytes", "complete", "is_between")
 
     #   5;ext\r\nhello\r\n0\r\nTrailer: x\r\n\r\n
     #   line     |---left---|line  |---trailer----|     left counts the CRLF after the data, too
@@ -108,6 +107,7 @@ class Chunked:
         self._line = b""
         self._in_trailer = False
         self._trailer_bytes = 0
+        self.is_between = True  # two chunks, so that the next byte begins a size
 
     def feed(self, data: bytes) -> tuple[bytes, int]:
         """Payload and the number of bytes that belong to the body. Raises MessageError(400)."""
@@ -141,25 +141,8 @@ class Chunked:
             is_within = self._in_trailer or self._left
             error.payload, error.used = b"".join(pieces), chunk if is_within else at
             raise
+        self.is_between = not (self._left or self._line or self._in_trailer or self.complete)
         return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), at
-
-    def whole_chunk(self, data: bytes) -> int:
-        """Where the payload starts if these bytes are exactly one chunk, and a short one; it ends two bytes before they
-        do. Else 0, and they are still to be fed.
-        """
-        if self._left or self._line or self._in_trailer or self.complete or len(data) > _MOST_SHORT:
-            return 0
-        start = data.find(b"\n", 0, _MOST_SIZE_DIGITS + 2) + 1
-        line = data[:start]
-        left = _SIZES.get(line)
-        if left is None:
-            match = _CHUNK_SIZE.fullmatch(line)
-            if match is None:
-                return 0
-            left = int(match[1], 16) + 2
-            if len(_SIZES) < _MOST_SIZES:
-                _SIZES[line] = left
-        return start if len(data) - start == left > 2 and data.endswith(b"\r\n") else 0
 
     def _data(self, data: bytes, at: int, pieces: list[bytes]) -> int:
         start, payload = at, min(self._left - 2, len(data) - at)
@@ -184,6 +167,8 @@ class Chunked:
         length = int(match[1], 16)
         if length:
             self._left = length + 2
+            if length <= _MOST_SHORT and len(line) <= MAX_SHORT_LINE and len(SHORT_CHUNKS) < _MOST_LINES:
+                SHORT_CHUNKS[line] = self._left
         else:
             self._in_trailer = True
 

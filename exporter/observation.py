@@ -103,8 +103,8 @@ class Observation:
         self._stream = StreamRecord(orjson.loads, watch.settings.inspect_limit)
         self._last_handed = arrived_ns, 0  # of the last read: forwarded_ns, added_ns
         # Reads that were handed on and not understood yet: data, start and stop of the payload, received_ns,
-        # forwarded_ns, added_ns. One list for life, which `relay` appends to.
-        self.reads: list[tuple[bytes, int, int, int, int, int]] = []
+        # forwarded_ns, done_ns. One list for life, which `relay` appends to.
+        self.reads: list[tuple[bytes, int, int | None, int, int, int]] = []
         self._read_bytes = 0
         self._flushed = 0  # receipts in the journal
         self._forwarded: list[int] = []  # of the batch that is not flushed
@@ -297,28 +297,37 @@ class Observation:
         """The response's own word for how long hops took."""
         self._server_timing = durations_ns(server_timing)
 
-    def forwarded(self, data: bytes, start: int, stop: int, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
-        """One socket read's body bytes, `data[start:stop]`, which were handed on at `forwarded_ns`, done after
-        `added_ns`. They are understood with others, at the latest with their batch.
+    def forwarded(self, payload: bytes, received_ns: int, forwarded_ns: int, done_ns: int) -> None:
+        """Body bytes of one socket read, which were handed on from `forwarded_ns` to `done_ns`. They are understood
+        with others, at the latest with their batch.
         """
-        self.reads.append((data, start, stop, received_ns, forwarded_ns, added_ns))
-        self._read_bytes += stop - start
+        self.reads.append((payload, 0, None, received_ns, forwarded_ns, done_ns))
+        self._read_bytes += len(payload)
         if self._read_bytes > _MOST_READ_BYTES:
             self.understand()
 
     def understand(self) -> None:
         """Makes receipts of what was forwarded. A read that raises costs only itself; raises the last such error."""
+        if not self.reads:
+            return
         reads = self.reads[:]
         self.reads.clear()
         self._read_bytes = 0
-        receive, failure = self._stream.receive, None
-        for data, start, stop, received_ns, forwarded_ns, added_ns in reads:
+        receive, types, failure = self._stream.receive, self._stream.type, None
+        stamped = self._flushed + len(self._forwarded)
+        for data, start, stop, received_ns, forwarded_ns, done_ns in reads:
             try:
                 receive(received_ns, data[start:stop])
             except Exception as error:
                 failure = error
-            self._last_handed = forwarded_ns, added_ns
-            self._count_new(received_ns, forwarded_ns, added_ns)
+            new = len(types) - stamped
+            if new:
+                stamped += new
+                self._forwarded += (forwarded_ns,) * new
+                self._added += (done_ns - received_ns,) * new
+        self._last_handed = forwarded_ns, done_ns - received_ns
+        if self._forwarded and not self.pending_since:
+            self.pending_since = reads[0][3]
         if failure is not None:
             raise failure
 

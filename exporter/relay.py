@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from exporter.framing import Chunked
+from exporter.framing import MAX_SHORT_LINE, SHORT_CHUNKS, Chunked
 from exporter.observation import Observation
 
 Receive = Callable[[bytes, int], None]
@@ -21,19 +21,19 @@ def relay(
     monotonic_ns: Callable[[], int],
     otherwise: Receive,
 ) -> Receive:
-    """Takes reads of a body that is under way, each with its stamp. `otherwise` gets those that are not one short
-    chunk.
+    """Takes reads of a response's body that is under way, each with its stamp. `otherwise` gets those that are not one
+    short chunk of a size that was met before.
     """
-    whole_chunk, note = body.whole_chunk, observation.reads.append
+    follows, note = SHORT_CHUNKS.get, observation.reads.append
 
     def receive(data: bytes, received_ns: int) -> None:
-        start = whole_chunk(data)
-        if not start:
+        start = data.find(b"\n", 0, MAX_SHORT_LINE) + 1
+        if follows(data[:start]) != len(data) - start or not data.endswith(b"\r\n") or not body.is_between:
             otherwise(data, received_ns)
             return
         # Before the write: on another core the client can have the bytes before the call returns.
         forwarded_ns = monotonic_ns()
         write(data)
-        note((data, start, len(data) - 2, received_ns, forwarded_ns, monotonic_ns() - received_ns))
+        note((data, start, -2, received_ns, forwarded_ns, monotonic_ns()))
 
     return receive

@@ -136,19 +136,29 @@ class StreamDecoder:
         self._pattern: Pattern | None = None  # of an earlier read
         self._tries = _TRIES  # at finding one, until one that is found fits
 
+    def known(self, data: bytes) -> StreamEvent | None:
+        """The event that these bytes are, if they are a whole one that differs from an earlier one in its text only:
+        one choice has output, and that is all. None: they are still to be fed.
+        """
+        pattern = self._pattern
+        if pattern is None or not self._idle or not pattern.fits(data) or len(data) - 2 > self._max_event_bytes:
+            return None
+        self._tries = _TRIES
+        return pattern.event
+
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete, in order.
 
         An event is complete with the line end of its blank line; where that is a CR, it does
         not wait for an LF that may follow, because between two events that could be long.
         """
-        if self._idle and data.endswith(b"\n\n") and len(data) - 2 <= self._max_event_bytes:
-            pattern = self._pattern
-            if pattern is not None and pattern.fits(data):
-                self._tries = _TRIES
-                return [pattern.event]
-            # Most reads hold exactly one event, `data: {...}\n\n`.
-            if data.startswith(b"data:") and data.find(b"\n") == len(data) - 2 and b"\r" not in data:
+        event = self.known(data)
+        if event is not None:
+            return [event]
+        # Most reads hold exactly one event, `data: {...}\n\n`.
+        if self._idle and data.startswith(b"data:") and data.endswith(b"\n\n"):
+            last = len(data) - 2
+            if data.find(b"\n") == last and b"\r" not in data and last <= self._max_event_bytes:
                 event = self._decode_read(data)
                 if event is None:
                     return []

@@ -37,11 +37,12 @@ class Pattern(NamedTuple):
 
 
 def pattern_of(read: bytes, event: StreamEvent, decode: Callable[[bytes], StreamEvent | None]) -> Pattern | None:
-    """The pattern of `read`, one whole event that says `event`; None where its text is not to be found for certain.
+    """The pattern of `read`, one whole event that says `event`. None where that is more than an output of one choice,
+    or where its text is not to be found for certain.
 
     That the place is right is tried: another text there has to say the same, and no text has to say no output.
     """
-    if not event.outputs:
+    if len(event.outputs) != 1 or event.usage is not None or event.finishes or event.error or event.malformed:
         return None
     for key in _KEY.finditer(read):
         start = key.end()

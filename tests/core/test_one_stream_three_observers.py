@@ -327,7 +327,7 @@ def sidecar_records(each: Exchange, events: Path) -> None:
     observation.begin(orjson.dumps({"stream": each.streaming, "n": each.n_choices}), each.start_ns, "", None)
     observation.response_started(each.status, each.content_type, each.coding)
     for position, (stamp, data) in enumerate(each.reads):
-        observation.forwarded(data, 0, len(data), stamp, stamp, 0)
+        observation.forwarded(data, stamp, stamp, stamp)
         if position in each.batch_ends:
             observation.flush()
     observation.ended(each.transport, each.left, each.complete, each.end_ns)
