@@ -3,10 +3,12 @@
 A source streams through one proxy at a time to a sink; both stamp every event on one clock, so the delay is from the
 source's write to the read that completed the event at the sink. Events of the measured seconds count, after the streams
 have opened. Sides take turns in every round; figures are medians of the rounds, ratios medians of the ratios to nginx
-within a round. CPU is of all processes of a side (of the sidecar: supervisor, data plane and control plane, which
-is scraped every --scrape-every), per event that reached the sink. `recorded`: receipts in the sidecar's journal for
-each event that the sink received. `lost`: events that had not come when the sink gave up, 5 s after the last was due:
-a side that cannot keep up has some still in hand. On a machine with two cores or more the proxy has one for itself.
+within a round. CPU and memory are of all processes of a side (of the sidecar: supervisor, data plane and control plane,
+which is scraped every --scrape-every; as `unscraped` it is not), CPU per event that reached the sink, `user` without
+the kernel's part; `largest`: memory of the largest process, the sidecar's data plane. `recorded`: receipts in the
+sidecar's journal for each event that the sink received. `lost`: events that had not come when the sink gave up, 5 s
+after the last was due: a side that cannot keep up has some still in hand. On a machine with two cores or more the proxy
+has one for itself.
 
 `python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
 """
@@ -24,7 +26,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.kept import options_of, save
 from benchmarks.streaming import proxies
@@ -52,23 +54,31 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    ticks = 0
+class Cpu(NamedTuple):
+    """Seconds."""
+
+    user: float
+    system: float
+
+
+def cpu(pids: Sequence[int]) -> Cpu:
+    user = system = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+            user, system = user + int(fields[11]), system + int(fields[12])
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    return Cpu(user / ticks_per_s, system / ticks_per_s)
 
 
-def resident_bytes(pids: Sequence[int]) -> int:
-    """Proportional set size: pages that processes share count once."""
-    total = 0
+def resident_mib(pids: Sequence[int]) -> list[float]:
+    """Proportional set size of each process: pages that processes share count once."""
+    found = []
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return total
+            found.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024)
+    return found
 
 
 @contextlib.contextmanager
@@ -114,7 +124,7 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
         asking = urllib.request.Request(f"{side.url}/v1/models", headers={"authorization": f"Bearer {KEY}"})
         with urllib.request.urlopen(asking, timeout=30) as answer:
             answer.read()
-        if side.control and asked.scrape_every:
+        if side.control and side.is_scraped and asked.scrape_every:
             scraper = Scraper(f"{side.control}/metrics", asked.scrape_every)
             scraper.start()
             stack.callback(scraper.stop)
@@ -125,10 +135,10 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
             sink = subprocess.Popen([sys.executable, "-m", "benchmarks.streaming.sink", side.url, str(out), *options])
         began_ns = time.monotonic_ns() + round(lead_s * 1e9)
         time.sleep(lead_s)
-        before_s = cpu_s(pids)
+        before = cpu(pids)
         time.sleep(asked.seconds)
-        spent_s, ended_ns = cpu_s(pids) - before_s, time.monotonic_ns()
-        memory = resident_bytes(pids)
+        after, ended_ns = cpu(pids), time.monotonic_ns()
+        memory_mib = resident_mib(pids)
         assert sink.wait() == 0, "the sink failed"
         rows = [line.split() for line in out.read_text().splitlines()]
         stack.close()  # what the sidecar still has to write is written
@@ -143,8 +153,10 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
         "lost": asked.streams * events - len(rows),
         "delay_p50_us": delays_us[nearest_rank(500, len(delays_us)) - 1],
         "delay_p99_us": delays_us[nearest_rank(990, len(delays_us)) - 1],
-        "cpu_us_per_event": spent_s / arrived * 1e6 if pids else None,
-        "memory_mib": memory / 2**20 if pids else None,
+        "cpu_us_per_event": (sum(after) - sum(before)) / arrived * 1e6 if pids else None,
+        "user_us_per_event": (after.user - before.user) / arrived * 1e6 if pids else None,
+        "memory_mib": sum(memory_mib) if pids else None,
+        "largest_mib": max(memory_mib) if pids else None,
         "recorded": recorded / len(rows) if recorded is not None else None,
     }
 
@@ -172,7 +184,9 @@ def summary(rounds: Sequence[Sequence[Row]]) -> list[Row]:
             "delay_p50_us",
             "delay_p99_us",
             "cpu_us_per_event",
+            "user_us_per_event",
             "memory_mib",
+            "largest_mib",
             "recorded",
         ):
             values = [measured[name] for measured in of_side if measured[name] is not None]
@@ -202,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "nginx": proxies.nginx,
         "haproxy": proxies.haproxy,
         "sidecar": proxies.sidecar,
+        "unscraped": proxies.unscraped,
         "starlette": proxies.starlette,
     }
     if asked.litellm_python is not None:

@@ -66,6 +66,7 @@ class Side(NamedTuple):
     pid: int  # of the process that was started, 0 for none; its children count too
     control: str = ""  # URL of the sidecar's other plane
     version: str = ""
+    is_scraped: bool = True
 
 
 def free_port() -> int:
@@ -177,6 +178,13 @@ def sidecar(upstream: str, folder: Path) -> Iterator[Side]:
     ]  # fmt: skip
     with started("sidecar", command, port, folder) as side:
         yield side._replace(control=f"http://127.0.0.1:{control}", version=_ours("sloscope"))
+
+
+@contextmanager
+def unscraped(upstream: str, folder: Path) -> Iterator[Side]:
+    """The sidecar, while nobody asks for its metrics."""
+    with sidecar(upstream, folder) as side:
+        yield side._replace(name="unscraped", is_scraped=False)
 
 
 def litellm(python: Path) -> Callable[[str, Path], AbstractContextManager[Side]]:
