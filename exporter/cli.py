@@ -66,7 +66,8 @@ def sidecar(
         ),
     ] = "",
     hedge_max_share: Annotated[
-        float, typer.Option(help="Second requests, at most, as a share of those that could be hedged; 0 to 1.")
+        float,
+        typer.Option(help="Second requests, at most, as a share of those that could be hedged; above 0, at most 1."),
     ] = 0.05,
     ask_usage: Annotated[
         bool, typer.Option("--ask-usage", help="Ask upstreams for the usage of streams whose client did not.")

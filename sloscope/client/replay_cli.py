@@ -38,7 +38,7 @@ def replay(
         help="A trace file (Azure, BurstGPT, Mooncake, Vidur, ServeGen, own JSONL), or synthetic:poisson?rate=5&n=200&…"
     ),
     url: list[str] = typer.Option([], "--url", help="Server, such as http://127.0.0.1:8000; several take turns."),
-    events: Path | None = typer.Option(None, "--events", help="Directory for the records."),
+    events: Path | None = typer.Option(None, "--events", help="Directory for the records; needed to send."),
     contract: Path | None = typer.Option(None, "--contract", help="SLO contract (TOML)."),
     goodput: str | None = typer.Option(None, "--goodput", help="Limits in ms instead: 'ttft:300 itl_max:30'."),
     rate: float | None = typer.Option(
