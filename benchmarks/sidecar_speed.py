@@ -39,6 +39,7 @@ Row = dict[str, Any]
 Start = Callable[[str, Path], AbstractContextManager[proxies.Side]]
 OPENING_S, SETTLING_S, AFTER_S = 1.0, 1.0, 5.0
 REFERENCE = "nginx"
+SIDECAR_PROCESSES = 3
 
 
 def descendants(pid: int) -> list[int]:
@@ -64,9 +65,8 @@ class Cpu(NamedTuple):
 def cpu(pids: Sequence[int]) -> Cpu:
     user = system = 0
     for pid in pids:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            user, system = user + int(fields[11]), system + int(fields[12])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        user, system = user + int(fields[11]), system + int(fields[12])
     ticks_per_s = os.sysconf("SC_CLK_TCK")
     return Cpu(user / ticks_per_s, system / ticks_per_s)
 
@@ -75,9 +75,8 @@ def resident_mib(pids: Sequence[int]) -> list[float]:
     """Proportional set size of each process: pages that processes share count once."""
     found = []
     for pid in pids:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            found.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024)
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        found.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024)
     return found
 
 
@@ -120,10 +119,11 @@ def measure(start: Start, asked: argparse.Namespace, cores: tuple[int | None, in
             url = stack.enter_context(proxies.source(events, asked.rate))
         with on_core(cores[1]):
             side = stack.enter_context(start(url, folder))
-        pids = descendants(side.pid) if side.pid else []
         asking = urllib.request.Request(f"{side.url}/v1/models", headers={"authorization": f"Bearer {KEY}"})
         with urllib.request.urlopen(asking, timeout=30) as answer:
             answer.read()
+        pids = descendants(side.pid) if side.pid else []
+        assert not side.control or len(pids) == SIDECAR_PROCESSES
         if side.control and side.is_scraped and asked.scrape_every:
             scraper = Scraper(f"{side.control}/metrics", asked.scrape_every)
             scraper.start()

@@ -13,7 +13,7 @@ _MAX_TRAILER_BYTES = 16 << 10
 _LONG_LINE = "chunked body: a line is longer than 4096 bytes"
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n\x00]*)?\r\n")
 _PADDED_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\r\n")
-# Size lines of short chunks that were read once, and the bytes that follow each: a stream's chunks are alike.
+# Size lines of upstreams' short chunks that were read once, and the bytes that follow each: a stream's are alike.
 SHORT_CHUNKS: dict[bytes, int] = {}
 MAX_SHORT_LINE = 8
 _MOST_LINES, _MOST_SHORT = 4096, 4096
@@ -167,7 +167,9 @@ class Chunked:
         length = int(match[1], 16)
         if length:
             self._left = length + 2
-            if length <= _MOST_SHORT and len(line) <= MAX_SHORT_LINE and len(SHORT_CHUNKS) < _MOST_LINES:
+            if self._size_line is _PADDED_SIZE and length <= _MOST_SHORT and len(line) <= MAX_SHORT_LINE:
+                if len(SHORT_CHUNKS) >= _MOST_LINES:
+                    SHORT_CHUNKS.clear()
                 SHORT_CHUNKS[line] = self._left
         else:
             self._in_trailer = True

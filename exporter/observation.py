@@ -22,9 +22,9 @@ from sloscope.ids import is_request_id, new_request_id
 from sloscope.recorder import Done, Recorder
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
-FLUSH_NS = 900_000_000  # the ticker looks 20 times a second, so a batch is at most a second old
-_MOST_READS = 64  # of one request that wait to be understood, when the ticker looks: about 0.2 ms of work
-_MOST_READ_BYTES = 64 << 10  # likewise, of those that are no short chunks
+FLUSH_NS = 800_000_000  # with the ticker's 50 ms and the recorder's, a batch is at most a second old
+MAX_READS = 64  # of one request that wait to be understood: about 0.2 ms of work
+_MAX_READ_BYTES = 64 << 10  # likewise, of those that are no short chunks
 _MAX_TEXT = 200
 _LOST = Ended("unfinished", "recorder_lost")  # how it ended is not known, as of a recorder that died
 _STOP_AFTER = re.compile(r"[0-9]{1,9}")
@@ -63,7 +63,7 @@ class Watch:
         found, before = [], now - FLUSH_NS
         for each in self.active.values():
             reads = each.reads
-            if (reads and (reads[0][3] <= before or len(reads) >= _MOST_READS)) or (
+            if (reads and (reads[0][3] <= before or len(reads) >= MAX_READS)) or (
                 each.pending_since and each.pending_since <= before
             ):
                 found.append(each)
@@ -303,7 +303,7 @@ class Observation:
         """
         self.reads.append((payload, 0, None, received_ns, forwarded_ns, done_ns))
         self._read_bytes += len(payload)
-        if self._read_bytes > _MOST_READ_BYTES:
+        if self._read_bytes > _MAX_READ_BYTES or len(self.reads) > MAX_READS:
             self.understand()
 
     def understand(self) -> None:

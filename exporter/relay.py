@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from exporter.framing import MAX_SHORT_LINE, SHORT_CHUNKS, Chunked
-from exporter.observation import Observation
+from exporter.observation import MAX_READS, Observation
 
 Receive = Callable[[bytes, int], None]
 
@@ -22,13 +22,14 @@ def relay(
     otherwise: Receive,
 ) -> Receive:
     """Takes reads of a response's body that is under way, each with its stamp. `otherwise` gets those that are not one
-    short chunk of a size that was met before.
+    short chunk of a size that was met before, and those that find many waiting to be understood.
     """
-    follows, note = SHORT_CHUNKS.get, observation.reads.append
+    follows, reads, note = SHORT_CHUNKS.get, observation.reads, observation.reads.append
 
     def receive(data: bytes, received_ns: int) -> None:
         start = data.find(b"\n", 0, MAX_SHORT_LINE) + 1
-        if follows(data[:start]) != len(data) - start or not data.endswith(b"\r\n") or not body.is_between:
+        is_chunk = follows(data[:start]) == len(data) - start and data.endswith(b"\r\n") and body.is_between
+        if not is_chunk or len(reads) >= MAX_READS:
             otherwise(data, received_ns)
             return
         # Before the write: on another core the client can have the bytes before the call returns.

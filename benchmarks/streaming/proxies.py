@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
@@ -130,13 +131,12 @@ def _ours(*packages: str) -> str:
 def source(events: int, rate: float, *options: str) -> Iterator[str]:
     """The URL of a source whose answers have so many events, so many a second."""
     command = [sys.executable, "-m", "benchmarks.streaming.source", "--events", str(events), "--rate", str(rate)]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        yield process.stderr.readline().split()[-1]
-    finally:
-        process.terminate()
-        process.wait()
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.terminate()
 
 
 @contextmanager
@@ -177,6 +177,8 @@ def sidecar(upstream: str, folder: Path) -> Iterator[Side]:
         "--events", str(events_of(folder)),
     ]  # fmt: skip
     with started("sidecar", command, port, folder) as side:
+        with urllib.request.urlopen(f"http://127.0.0.1:{control}/health", timeout=30) as answer:
+            answer.read()  # then all its processes are there
         yield side._replace(control=f"http://127.0.0.1:{control}", version=_ours("sloscope"))
 
 

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exporter import http1
-from exporter.framing import Chunked, MessageError, NoBody, Sized, UntilClose
-from exporter.observation import Observation
+from exporter.framing import SHORT_CHUNKS, Chunked, MessageError, NoBody, Sized, UntilClose
+from exporter.observation import MAX_READS, Observation
 from exporter.relay import relay
 
 RAW = b"5\r\nhello\r\n10;name=value\r\n0123456789abcdef\r\n0\r\nx-trailer: t\r\n\r\n"
@@ -228,7 +228,7 @@ def test_what_takes_the_short_way_is_one_chunk_to_the_strict_reader(pieces: list
 
 
 def test_a_short_chunk_takes_the_short_way_from_the_second_of_its_size_on() -> None:
-    sent = Sent(Chunked())
+    sent = Sent(Chunked(padded=True))
     for text in (b"hello", b"world", b"x" * 4000, b"y" * 4000):
         raw = b"%x\r\n%b\r\n" % (len(text), text)
         sent.receive(raw, 1)
@@ -240,3 +240,26 @@ def test_a_short_chunk_takes_the_short_way_from_the_second_of_its_size_on() -> N
         b"x" * 4000,
         b"y" * 4000,
     }
+
+
+def test_reads_of_a_fast_stream_are_understood_before_they_are_many() -> None:
+    sent = Sent(Chunked(padded=True))
+    raw = b"5\r\nhello\r\n"
+    for _ in range(MAX_READS + 10):
+        sent.receive(raw, 1)
+    assert len(sent.reads) == MAX_READS and len(sent.left) >= 10, "the general way understands them"
+
+
+def test_no_request_and_no_extension_decides_which_sizes_are_known() -> None:
+    SHORT_CHUNKS.clear()
+    request = Chunked()
+    for size in range(1, 200):
+        request.feed(b"%x\r\n%b\r\n" % (size, b"x" * size))
+    assert not SHORT_CHUNKS
+    response = Chunked(padded=True)
+    for size in range(1, 5000):
+        response.feed(b"%04x\r\n%b\r\n" % (size, b"x" * size))
+    for size in range(1, 5000):
+        response.feed(b"%05x\r\n%b\r\n" % (size, b"x" * size))
+    assert 0 < len(SHORT_CHUNKS) <= 4096
+    assert all(int(line, 16) + 2 == left for line, left in SHORT_CHUNKS.items())
