@@ -8,7 +8,11 @@ are readable have been read (`inbox`). A request never waits for a slot: when no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+import fcntl
+import os
+import resource
 import socket
 import ssl
 import time
@@ -26,6 +30,21 @@ IDLE_LIMIT_NS = 3_000_000_000
 # Out of file descriptors or local ports: the server never heard of the request.
 OWN_LIMIT = "own_limit"
 _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL})
+_OTHER_DESCRIPTORS = 64  # of files, pipes and the loop
+_MOST_DESCRIPTORS = 1 << 16  # a table of 512 KiB
+
+
+def make_room(sockets: int) -> None:
+    """Grows this process's table of descriptors for so many sockets, as far as its limit allows.
+
+    Linux doubles a table that is full and, where threads share it, waits until no core reads the old one any more: 7 to
+    9 ms were seen, in which the loop neither sends nor reads, at 256, 512, 1024 and 2048 open sockets.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(sockets + _OTHER_DESCRIPTORS, _MOST_DESCRIPTORS)
+    last = (wanted if soft == resource.RLIM_INFINITY else min(wanted, soft)) - 1
+    with contextlib.suppress(OSError), open(os.devnull, "rb") as nothing:  # without room it goes on as before
+        os.close(fcntl.fcntl(nothing.fileno(), fcntl.F_DUPFD_CLOEXEC, last))
 
 
 class Exchange(Protocol):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import orjson
 
-from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch
+from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch, make_room
 from sloscope.client.inbox import NEVER_NS, Inbox
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
@@ -251,6 +251,7 @@ class Replay:
     async def run(self, t0_ns: int | None = None, progress: Callable[[Replay], None] | None = None) -> Tally:
         """`t0_ns`: when the first request of the whole schedule is due; default: at once."""
         loop = asyncio.get_running_loop()
+        make_room(len(self._schedule.requests))
         # What open requests consist of lives too long to be garbage, and to walk it takes tens of milliseconds. What is
         # over is freed by its last reference: nothing here is made in cycles.
         collects = gc.isenabled()

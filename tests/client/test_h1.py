@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import ssl
 import subprocess
 import time
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from sloscope.client.h1 import Origin, Pool, fetch, parse_url, request_bytes
+from sloscope.client.h1 import Origin, Pool, fetch, make_room, parse_url, request_bytes
 from sloscope.errors import ConfigError
 from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
 
@@ -351,3 +353,23 @@ def test_a_connection_with_bytes_that_are_not_understood_yet_gets_no_request() -
         assert pool.opened == 2 and not idle.usable
 
     with_pool(tokens(1), use)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how long the table is")
+@pytest.mark.parametrize("beyond", [0, 1_000_000])
+def test_room_for_sockets_is_made_before_they_are_opened_as_far_as_the_limit_allows(beyond: int) -> None:
+    def room() -> int:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["FDSize"])
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, descriptors = 2 * room(), len(os.listdir("/proc/self/fd"))
+    if hard != resource.RLIM_INFINITY and limit > hard:
+        pytest.skip("the table is as long as it may get")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        make_room(limit + beyond)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert room() >= limit
+    assert len(os.listdir("/proc/self/fd")) == descriptors
