@@ -3,8 +3,11 @@
 The stamp is the event's text, 20 digits, so that it passes any proxy; source and sink share a host and its monotonic
 clock. Each stream keeps to its own grid: event i is due at first + i / rate, and a late one does not move the next.
 An answer has --events of them, or as many as the smaller `max_tokens` of its request.
-With `--log FILE` the stamps of every stream are also written there when it ends, one JSON line with the
-request's own id and the answer's: what a client is held to that reports its own figures only.
+What is due at once goes out in slices, with a look at the sockets between two of them: a request that arrives in the
+middle of a burst is stamped when it comes, and does not wait for the burst's end.
+With `--log FILE` the stamps of every finished answer are written there when the source is ended by SIGTERM or Ctrl-C,
+one JSON line each with the request's own id and the answer's: what a client is held to that reports its own figures
+only. Not before, since a file may hold up who writes to it for tens of milliseconds.
 
 `python -m benchmarks.streaming.source --events 500 --rate 50`; one line on stderr says the address.
 """
@@ -12,14 +15,20 @@ request's own id and the answer's: what a client is held to that reports its own
 import argparse
 import asyncio
 import gc
+import itertools
 import json
+import signal
 import sys
 import time
+from array import array
+from heapq import heappop, heappush
 from pathlib import Path
-from typing import NamedTuple, TextIO, cast
+from typing import NamedTuple, cast
 
 import httptools
 import uvloop
+
+from sloscope.client.h1 import make_room
 
 _HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
@@ -28,6 +37,8 @@ _HEAD = (
 _MODELS = b'{"object":"list","data":[{"id":"bench","object":"model","created":1700000000,"owned_by":"bench"}]}'
 _NAMES = (b"x-request-id", b"x-sloscope-request-id")
 STAMP_DIGITS = 20
+_SOCKETS = 8192  # that are open at once
+_SLICE_NS = 200_000  # an arrival is stamped late by this at most, and by what one event takes to be written
 
 
 class Form(NamedTuple):
@@ -63,11 +74,61 @@ class Shape:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.events: int = asked.events
-        self.gap_s: float = 1 / asked.rate
-        self.ttft_s: float = asked.ttft_ms / 1e3
-        self.pause_s: float = asked.pause_ms / 1e3  # one longer gap in the middle
+        self.gap_ns = round(1e9 / asked.rate)
+        self.ttft_ns = round(asked.ttft_ms * 1e6)
+        self.pause_ns = round(asked.pause_ms * 1e6)  # one longer gap in the middle
         self.answered = 0
-        self.log: TextIO | None = asked.log.open("w") if asked.log is not None else None
+        self.is_logged = asked.log is not None
+        self.finished: list[Answer] = []
+
+
+class Answer(NamedTuple):
+    """A finished one, as logged."""
+
+    id: str
+    response: str
+    arrived_ns: int
+    sent_ns: "array[int]"
+
+    def line(self) -> str:
+        return json.dumps({**self._asdict(), "sent_ns": list(self.sent_ns)}) + "\n"
+
+
+class Pace:
+    """Has every stream emit when it is due, the earliest first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: list[tuple[int, int, Stream]] = []
+        self._number = itertools.count()  # breaks ties
+        self._wakes_ns = 0  # when the earliest timer fires, 0: none is set
+
+    def add(self, due_ns: int, stream: "Stream") -> None:
+        heappush(self._due, (due_ns, next(self._number), stream))
+        self._wait(time.monotonic_ns())
+
+    def _wait(self, now_ns: int) -> None:
+        due_ns = self._due[0][0]
+        if self._wakes_ns and self._wakes_ns <= due_ns:
+            return
+        self._wakes_ns = max(due_ns, now_ns)
+        # Timers are whole milliseconds and round to the nearest: up, or the event leaves early.
+        self._loop.call_later(max(0, -(-(due_ns - now_ns) // 1_000_000)) / 1000, self._emit, self._wakes_ns)
+
+    def _emit(self, woken_ns: int) -> None:
+        if woken_ns != self._wakes_ns:
+            return  # an earlier timer has been set since
+        self._wakes_ns = 0
+        now_ns = time.monotonic_ns()
+        until_ns = now_ns + _SLICE_NS
+        while self._due and self._due[0][0] <= now_ns < until_ns:
+            due_ns, _, stream = heappop(self._due)
+            next_ns = stream.emit(due_ns)
+            if next_ns is not None:
+                heappush(self._due, (next_ns, next(self._number), stream))
+            now_ns = time.monotonic_ns()
+        if self._due:
+            self._wait(now_ns)
 
 
 def framed(event: bytes) -> bytes:
@@ -77,10 +138,9 @@ def framed(event: bytes) -> bytes:
 class Stream(asyncio.Protocol):
     """One connection; a request is answered when it is whole."""
 
-    def __init__(self, shape: Shape, loop: asyncio.AbstractEventLoop) -> None:
-        self._shape, self._loop = shape, loop
+    def __init__(self, shape: Shape, pace: Pace) -> None:
+        self._shape, self._pace = shape, pace
         self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._parser = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -88,10 +148,9 @@ class Stream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._timer is not None:
-            self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
+        self._read_ns = time.monotonic_ns()
         self._parser.feed_data(data)
 
     # --- the parser's side
@@ -110,7 +169,7 @@ class Stream(asyncio.Protocol):
         self._body += body
 
     def on_message_complete(self) -> None:
-        self._arrived_ns = time.monotonic_ns()
+        self._arrived_ns = self._read_ns
         assert self._transport is not None
         if not self._path.endswith(b"/completions"):
             head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(_MODELS)
@@ -126,49 +185,50 @@ class Stream(asyncio.Protocol):
         self._before, self._after = b"%x\r\n%b" % (size, before), after + b"\r\n"
         asked: int = json.loads(self._body).get("max_tokens") or self._shape.events
         self._events = self._left = min(asked, self._shape.events)
-        self._sent_ns: list[int] = []
-        self._due = self._loop.time() + self._shape.ttft_s
-        self._timer = self._loop.call_at(self._due, self._emit)
+        self._sent_ns = array("q")
+        self._pace.add(self._arrived_ns + self._shape.ttft_ns, self)
 
     # --- events
 
-    def _emit(self) -> None:
+    def emit(self, due_ns: int) -> int | None:
+        """Sends the event that was due then; when the next one is due, None: there is none."""
         if self._transport is None:
-            return
-        now_ns = time.monotonic_ns()
-        self._transport.write(b"%b%0*d%b" % (self._before, STAMP_DIGITS, now_ns, self._after))
-        self._sent_ns.append(now_ns)
+            return None
         self._left -= 1
+        after = self._after if self._left else self._after + self._end()
+        now_ns = time.monotonic_ns()
+        self._transport.write(b"%b%0*d%b" % (self._before, STAMP_DIGITS, now_ns, after))
+        self._sent_ns.append(now_ns)
         if not self._left:
-            self._end()
-            return
-        self._due += self._shape.gap_s
-        if self._shape.pause_s and self._left == self._events // 2:
-            self._due += self._shape.pause_s
-        self._timer = self._loop.call_at(self._due, self._emit)
+            if self._shape.is_logged:
+                self._shape.finished.append(Answer(self._name, self._answer, self._arrived_ns, self._sent_ns))
+            return None
+        pause_ns = self._shape.pause_ns if self._left == self._events // 2 else 0
+        return due_ns + self._shape.gap_ns + pause_ns
 
-    def _end(self) -> None:
-        assert self._transport is not None
+    def _end(self) -> bytes:
         finish = (self._form.event % (self._answer, self._form.empty, '"stop"')).encode()
         usage = json.dumps({"prompt_tokens": 8, "completion_tokens": self._events, "total_tokens": 8})
         last = f'data: {{"id":"x","object":"chat.completion.chunk","model":"bench","choices":[],"usage":{usage}}}\n\n'
-        end = framed(finish) + framed(last.encode()) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
-        self._transport.write(end)
-        if self._shape.log is not None:
-            names = {"id": self._name, "response": self._answer}
-            told = {**names, "arrived_ns": self._arrived_ns, "sent_ns": self._sent_ns}
-            self._shape.log.write(json.dumps(told) + "\n")
-            self._shape.log.flush()
+        return framed(finish) + framed(last.encode()) + framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 async def serve(asked: argparse.Namespace) -> None:
     loop = asyncio.get_running_loop()
-    shape = Shape(asked)
-    server = await loop.create_server(lambda: Stream(shape, loop), "127.0.0.1", asked.port, backlog=4096)
+    shape, pace, over = Shape(asked), Pace(loop), asyncio.Event()
+    log = asked.log.open("w") if asked.log is not None else None
+    loop.add_signal_handler(signal.SIGTERM, over.set)
+    make_room(_SOCKETS)
+    server = await loop.create_server(lambda: Stream(shape, pace), "127.0.0.1", asked.port, backlog=4096)
     print(f"source on http://127.0.0.1:{server.sockets[0].getsockname()[1]}", file=sys.stderr, flush=True)
     gc.freeze()
     gc.disable()  # a collection would be someone's late event
-    await server.serve_forever()
+    try:
+        await over.wait()
+    finally:
+        if log is not None:
+            with log:
+                log.writelines(answer.line() for answer in shape.finished)
 
 
 def main() -> int:
