@@ -177,13 +177,18 @@ def create_app(plane: ControlPlane) -> FastAPI:
     async def receipts(request: Request) -> Response:
         sender = request.client.host if request.client is not None else ""
         if wait_s := plane.receipts.rate.wait_s(sender):
-            plane.receipts.refused_by_rate()
+            plane.receipts.refused_unread("rate")
             answer = _error(
                 429, f"receipts: {sender} reports more than this sidecar takes; accepted again in {wait_s} s"
             )
             answer.headers["retry-after"] = str(wait_s)
             return answer
-        return await _take_receipts(plane, sender, await _body(request, plane.settings.receipts_max_bytes))
+        most = plane.settings.receipts_max_bytes
+        body = await _body(request, most)
+        if body is None:
+            plane.receipts.refused_unread("too_large")
+            return _error(413, f"body: accepted: at most {most} bytes")
+        return await _take_receipts(plane, sender, body)
 
     @app.get("/api/contract")
     async def contract() -> Response:
@@ -225,15 +230,15 @@ def _error(status: int, text: str) -> Response:
     return JSONResponse({"error": text}, status)
 
 
-async def _body(request: Request, most: int) -> bytes:
-    """The body, read no further than `most` bytes."""
+async def _body(request: Request, most: int) -> bytes | None:
+    """The body, read no further than `most` bytes; None if it has more."""
     pieces: list[bytes] = []
     size = 0
     try:
         async for piece in request.stream():
             size += len(piece)
             if size > most:
-                raise HTTPException(413, f"body: accepted: at most {most} bytes")
+                return None
             pieces.append(piece)
     except ClientDisconnect:
         # Nobody reads this, and nobody is to read a traceback for each page that was closed too early.

@@ -15,10 +15,11 @@ from sloscope.errors import RecordError, SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id
 from sloscope.journal import JournalWriter
-from sloscope.records import OUTCOMES, OUTPUT_TYPES, Record
+from sloscope.records import OUTCOMES, OUTPUT_TYPES, TOKEN_SOURCES, Record
 from sloscope.units import NS_PER_S
 
 MAX_BATCH = 1000
+_MOST_LATE_NS = 24 * 3600 * NS_PER_S  # of a report, after the end that it reports
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
 _MAX_NS = 2**62  # compaction takes no larger stamp: sums with an offset between clocks must fit a column
@@ -110,9 +111,9 @@ class Receipts:
             self._store.inc(_REJECTED, 1, (error.cause,))
             raise
 
-    def refused_by_rate(self) -> None:
-        """One report, read no further."""
-        self._store.inc(_REJECTED, 1, ("rate",))
+    def refused_unread(self, cause: str) -> None:
+        """One report, read no further: `rate` or `too_large`."""
+        self._store.inc(_REJECTED, 1, (cause,))
 
     def _take(self, receipt: object) -> None:
         if not isinstance(receipt, dict):
@@ -144,6 +145,8 @@ class Receipts:
         if end.outcome != "cancelled":
             # Only the reason of a disconnect may be refined: the counters have judged the request already.
             raise ReceiptError("outcome", f"outcome: {end.outcome!r} is no late reason; accepted: cancelled")
+        # Nobody outside has a word on what the engine saw.
+        _check_observer(receipt, "sidecar", ("client", "sidecar"))
         record = _checked(
             records.make(
                 "late",
@@ -158,12 +161,16 @@ class Receipts:
         self._store.inc("sloscope_reason_revisions_total")
 
     def _whole(self, receipt: Mapping[str, Any], request_id: str, attempt: int, end: Ended) -> None:
+        _check_observer(receipt, "client", ("client",))
         resolved = self._resolve(receipt)
         _check_labels(receipt.get("labels"))
         _check_texts(receipt)
         send_ns = _int(receipt, "send_ns")
         if send_ns is None:
             raise ReceiptError("malformed", "send_ns: null; accepted: a whole number from 0, below 2^62")
+        intended_ns = _int(receipt, "intended_ns")
+        if intended_ns is not None and intended_ns > send_ns:
+            raise ReceiptError("stamps", f"intended_ns: {intended_ns} is after send_ns, {send_ns}")
         if receipt.get("recorded") not in (None, True, False):
             raise ReceiptError("malformed", "recorded: accepted: true or false")
         n_choices = _int(receipt, "n_choices", 1) or 1
@@ -188,7 +195,7 @@ class Receipts:
                 clock_id=receipt.get("clock_id") or self._clock.clock_id,
                 external_id=receipt.get("external_id"),
                 retry_of=receipt.get("retry_of"),
-                intended_ns=_int(receipt, "intended_ns"),
+                intended_ns=intended_ns,
                 send_ns=send_ns,
                 model=receipt.get("model"),
                 tenant=receipt.get("tenant"),
@@ -215,9 +222,7 @@ class Receipts:
                 tokens=tokens if known else None,
             )
         )
-        total, source = _int(receipt, "output_tokens"), receipt.get("token_source")
-        if total is None and t_ns:
-            total, source = len(t_ns), "assumed_one"
+        total, source = _counted(receipt, len(t_ns))
         finish = _checked(
             records.make(
                 "end",
@@ -262,7 +267,10 @@ class Receipts:
         return Resolved(row.name, limits.overridden(own), own, known=True)
 
     def _placed(self, receipt: Mapping[str, Any], written: list[Record], end_ns: int) -> list[Record]:
-        """With the clock anchor that places foreign stamps on the wall: the one reported, else `end_ns` is now."""
+        """With the clock anchor that places foreign stamps on the wall: the one reported, else `end_ns` is now. So it
+        is, too, if by the one reported the request is yet to end, or ended longer ago than a report can be late: a
+        page's clock may be set to anything, and one request of 1970 would stretch every window to there.
+        """
         now = records.make(
             "clock",
             mono_ns=self._clock.monotonic_ns(),
@@ -272,11 +280,16 @@ class Receipts:
         clock_id = written[0]["clock_id"]
         if clock_id == self._clock.clock_id:
             return written
-        anchor = receipt.get("anchor") or {"mono_ns": end_ns, "wall_ns": now["wall_ns"]}
+        just_now = {"mono_ns": end_ns, "wall_ns": now["wall_ns"]}
+        anchor = receipt.get("anchor") or just_now
         if not isinstance(anchor, dict) or set(anchor) != {"mono_ns", "wall_ns"}:
             raise ReceiptError("malformed", "anchor: accepted: an object of mono_ns and wall_ns")
         for name in anchor:
-            _int(anchor, name)
+            if _int(anchor, name) is None:
+                raise ReceiptError("malformed", f"anchor: {name}: null; accepted: a whole number from 0, below 2^62")
+        late_ns = now["wall_ns"] - (anchor["wall_ns"] + end_ns - anchor["mono_ns"])
+        if not 0 <= late_ns <= _MOST_LATE_NS:
+            anchor = just_now
         foreign = _checked(records.make("clock", clock_id=clock_id, **anchor))
         return [foreign, *written, now]
 
@@ -301,6 +314,28 @@ class Receipts:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _check_observer(receipt: Mapping[str, Any], default: str, accepted: tuple[str, ...]) -> None:
+    observer = receipt.get("observer", default)
+    if observer not in accepted:
+        raise ReceiptError("malformed", f"observer: {str(observer)[:40]!r}; accepted: {', '.join(accepted)}")
+
+
+def _counted(receipt: Mapping[str, Any], events: int) -> tuple[int | None, Any]:
+    """Output tokens and where their number is from, both or neither. Whether the source is one is the record's
+    business.
+    """
+    total, source = _int(receipt, "output_tokens"), receipt.get("token_source")
+    if total is not None:
+        if source is None:
+            raise ReceiptError(
+                "malformed", f"token_source: is missing beside output_tokens; accepted: {', '.join(TOKEN_SOURCES)}"
+            )
+        return total, source
+    if source not in (None, "assumed_one"):
+        raise ReceiptError("malformed", f"token_source: {str(source)[:40]!r} without output_tokens")
+    return (events, "assumed_one") if events else (None, None)
 
 
 def _check_labels(labels: object) -> None:

@@ -114,9 +114,11 @@ def test_a_receipt_of_an_answer_that_did_not_stream_has_an_e2e_and_no_ttft(tmp_p
 
 
 def test_stamps_of_a_foreign_clock_are_placed_by_an_anchor_of_their_own(tmp_path: Path) -> None:
+    wall = 1_700_000_000_000_000_000
+
     async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
         await client.post("/v1/receipts", json=receipt(clock_id="browser:abc"))
-        given = {"mono_ns": 5, "wall_ns": 1_800_000_000_000_000_000}
+        given = {"mono_ns": 5, "wall_ns": wall - 60_000 * MS}
         await client.post("/v1/receipts", json=receipt(clock_id="browser:def", anchor=given))
         await client.post("/v1/receipts", json=receipt())
 
@@ -129,11 +131,24 @@ def test_stamps_of_a_foreign_clock_are_placed_by_an_anchor_of_their_own(tmp_path
         elif record["kind"] == "begin":
             assert record["clock_id"] == anchor[0]
             anchors.append(anchor)
-    wall = 1_700_000_000_000_000_000
     # Without a word about it, the end was just now.
     assert anchors[0] == ("browser:abc", 1250 * MS, wall)
-    assert anchors[1] == ("browser:def", 5, 1_800_000_000_000_000_000)
+    assert anchors[1] == ("browser:def", 5, wall - 60_000 * MS)
     assert anchors[2] == ("fake:0:0", 10_000 * MS, wall)
+
+
+@pytest.mark.parametrize("late_ms", [-1, 24 * 3600 * 1000 + 1, 1_700_000_000_000])
+def test_an_anchor_by_which_the_end_is_yet_to_come_or_long_past_is_not_believed(tmp_path: Path, late_ms: int) -> None:
+    wall = 1_700_000_000_000_000_000
+
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        anchor = {"mono_ns": 1250 * MS, "wall_ns": wall - late_ms * MS}
+        answer = await client.post("/v1/receipts", json=receipt(clock_id="browser:abc", anchor=anchor))
+        assert answer.status_code == 200
+
+    with_app(tmp_path, test)
+    (clock,) = (each for each in records(tmp_path) if each.get("clock_id") == "browser:abc" and each["kind"] == "clock")
+    assert (clock["mono_ns"], clock["wall_ns"]) == (1250 * MS, wall)
 
 
 BAD = {
@@ -158,6 +173,10 @@ BAD = {
     "labels without end": (receipt(labels={f"label{n}": n for n in range(33)}), "malformed"),
     "an own limit that no query knows": (receipt(own_limits={"min_tokens": 2}), "malformed"),
     "a token source that is none": (receipt(token_source="guess"), "malformed"),
+    "a token source without a count": (receipt(output_tokens=None), "malformed"),
+    "a count that nobody vouches for": (receipt(token_source=None), "malformed"),
+    "a send before its scheduled arrival": (receipt(intended_ns=1000 * MS + 1), "stamps"),
+    "receipts of another observer": (receipt(observer="sidecar"), "malformed"),
     "an endless name": (receipt(model="m" * 2000), "malformed"),
     "a retry of a number": (receipt(retry_of=7), "malformed"),
     "no object": ([], "malformed"),
@@ -291,6 +310,54 @@ def test_a_reason_that_comes_late_completes_the_sidecars_record(tmp_path: Path) 
     assert (late["kind"], late["observer"], late["reason"]) == ("late", "sidecar", "voluntary")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"observer": "sidecar"}, "observer: 'sidecar'; accepted: client"),
+        (
+            {"intended_ns": 1000 * MS + 1},
+            "intended_ns: 1000000001 is after send_ns, 1000000000",
+        ),
+        ({"output_tokens": None}, "token_source: 'usage' without output_tokens"),
+        (
+            {"token_source": None},
+            "token_source: is missing beside output_tokens; accepted: usage, continuous_usage, engine, tokenizer, "
+            "assumed_one",
+        ),
+    ],
+)
+def test_what_a_receipt_says_of_itself_has_to_hold(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    fits = ({"observer": "client"}, {"intended_ns": 1000 * MS}, {"output_tokens": None, "token_source": "assumed_one"})
+
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        for each in fits:
+            assert (await client.post("/v1/receipts", json=receipt(**each))).status_code == 200
+        answer = await client.post("/v1/receipts", json=receipt(**changes))
+        assert (answer.status_code, answer.json()["rejected"]) == (400, [{"index": 0, "error": said}])
+
+    with_app(tmp_path, test)
+    ends = [record for record in records(tmp_path) if record["kind"] == "end"]
+    assert [(end["output_tokens"], end["token_source"]) for end in ends] == [
+        (3, "usage"),
+        (3, "usage"),
+        (3, "assumed_one"),
+    ]
+
+
+def test_a_late_reason_is_of_the_client_or_the_sidecar_and_never_of_the_engine(tmp_path: Path) -> None:
+    async def test(client: httpx.AsyncClient, _: ControlPlane) -> None:
+        for observer, status in (("client", 200), ("sidecar", 200), ("engine", 400), (7, 400)):
+            sent = {"request_id": new_request_id(), "outcome": "cancelled", "reason": "voluntary", "observer": observer}
+            answer = await client.post("/v1/receipts", json=sent)
+            assert answer.status_code == status, observer
+            if status == 400:
+                (rejected,) = answer.json()["rejected"]
+                assert rejected["error"] == f"observer: {str(observer)!r}; accepted: client, sidecar"
+
+    with_app(tmp_path, test)
+    assert [record["observer"] for record in records(tmp_path) if record["kind"] == "late"] == ["client", "sidecar"]
+
+
 def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_path: Path) -> None:
     rate = 1000  # receipts a second, after a burst of 20,000
     refused = {"receipts": [{}] * MAX_BATCH}  # a refusal costs time, too
@@ -334,7 +401,8 @@ def test_the_rate_the_burst_and_the_size_of_a_report_are_the_operators(tmp_path:
         assert (await client.post("/v1/receipts", json=receipt())).status_code == 200
         clock.advance(1000 * MS)
         answer = await client.post("/v1/receipts", content=b" " * 1025)
-        assert (answer.status_code, answer.json()) == (413, {"detail": "body: accepted: at most 1024 bytes"})
+        assert (answer.status_code, answer.json()) == (413, {"error": "body: accepted: at most 1024 bytes"})
+        assert total(plane.store, "sloscope_receipts_rejected_total", cause="too_large") == 1
 
     with_app(tmp_path, test, receipts_rate=10, receipts_burst=2, receipts_max_bytes=1024)
 
