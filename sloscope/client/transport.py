@@ -95,8 +95,8 @@ class _Observer:
         self.log = ReceiptLog(None if events is None else Path(events), on_end=self._tell)
         self.probes = LoopProbes(lambda: self.log.open_requests > 0)
         self._known_ids: OrderedDict[str, None] = OrderedDict()
-        # request id → a request that a redirect has answered, and when; its client may follow or not.
-        self._redirected: OrderedDict[str, tuple[RequestRecorder, int]] = OrderedDict()
+        # request id → a request that a redirect has answered, when and with which status; its client may follow or not.
+        self._redirected: OrderedDict[str, tuple[RequestRecorder, int, int]] = OrderedDict()
         self.errors = 0
         self.last_error = ""
 
@@ -211,7 +211,7 @@ class _Observer:
         def watch() -> None:
             if response.status_code in _SENT_AGAIN_BY_REDIRECT and "location" in response.headers:
                 # What it is answered with comes from elsewhere, if its client goes there.
-                self._redirected[recorder.request_id] = recorder, time.monotonic_ns()
+                self._redirected[recorder.request_id] = recorder, time.monotonic_ns(), response.status_code
                 return
             recorder.response(response.status_code, response.headers)
             response.stream = stream_class(_library(response))(self, recorder, response.stream)
@@ -221,11 +221,11 @@ class _Observer:
     def _end_redirected(self, before_ns: int) -> None:
         """Ends the requests whose redirect came before this stamp and was not followed."""
         while self._redirected:
-            request_id, (recorder, at_ns) = next(iter(self._redirected.items()))
+            request_id, (recorder, at_ns, status) = next(iter(self._redirected.items()))
             if at_ns >= before_ns:
                 return
             if self._redirected.pop(request_id, None) is not None:
-                recorder.response(_SENT_AGAIN_BY_REDIRECT[0], {})
+                recorder.response(status, {})
                 recorder.end(at_ns)
 
     def leave(self) -> None:

@@ -96,7 +96,7 @@ def test_a_followed_redirect_of_the_openai_package_is_one_request_and_its_retry_
     assert ends(records) == [("failed", "rejected"), ("completed", "")]
 
 
-@pytest.mark.parametrize("status", [302, 303, 307])
+@pytest.mark.parametrize("status", [302, 303, 307, 308])
 def test_a_redirect_that_nobody_follows_is_an_http_error(tmp_path: Path, recorded: Recorded, status: int) -> None:
     with observed(moves(status), tmp_path) as (client, server):
         assert client.post(url_of(server), json=BODY).status_code == status
