@@ -19,6 +19,8 @@ from sloscope.sse import StreamDecoder, StreamEvent, parse_body
 MAX_CHOICES = 1024  # beyond it a server's choice index is no reason to make room for the choices below
 _MAX_REASON = 64  # characters of a finish reason
 _MAX_EXPANSION = 8 << 20  # bytes that one read of compressed body may become
+_MAX_MEMBERS = 1000  # of gzip in one read: each costs a copy of what follows it
+_GZIP = b"\x1f\x8b"  # begins a member
 _TYPE = {name: position for position, name in enumerate(OUTPUT_TYPES)}
 
 
@@ -46,6 +48,7 @@ class StreamRecord:
         "_done_ns",
         "_facts",
         "_final_tokens",
+        "_held",
         "_inflate",
         "_loads",
         "_max_body_bytes",
@@ -84,6 +87,7 @@ class StreamRecord:
         self._body: bytearray | None = None  # of an answer that does not stream
         self._inflate: Any = None
         self._coding = ""
+        self._held: bytes | None = None  # a first byte that may begin a further gzip member; None: none is read
         self._opaque = False
         self.last_ns = 0  # stamp of the last read
         self._done_ns: int | None = None
@@ -105,6 +109,7 @@ class StreamRecord:
         if self._coding in ("gzip", "x-gzip", "deflate"):
             # 32 + 15: a gzip or a zlib header, whichever comes.
             self._inflate = zlib.decompressobj(32 + zlib.MAX_WBITS)
+            self._held = None if self._coding == "deflate" else b""
         elif self._coding not in ("", "identity"):
             self._give_up("unknown_content_encoding")
             return
@@ -137,23 +142,46 @@ class StreamRecord:
                 self._give_up("response_above_inspect_limit")
 
     def _decompress(self, data: bytes) -> bytes:
-        inflate = self._inflate
-        if inflate.eof:
+        """What a read becomes, by all the gzip members in it."""
+        plain: list[bytes] = []
+        room = _MAX_EXPANSION + 1  # one byte of it left over: a bound of 0 would be none
+        for _ in range(_MAX_MEMBERS):
+            if data and self._inflate.eof:
+                data = self._next_member(data)
+            if not data:
+                return b"".join(plain)
+            inflate = self._inflate
+            try:
+                plain.append(inflate.decompress(data, room))
+            except zlib.error:
+                if self._coding == "deflate":
+                    # Some servers leave the zlib header out, and readers take that: it is not known to be rubbish.
+                    self._give_up("bad_compression")
+                else:
+                    self._facts.malformed = True
+                    self.problems.add("bad_compression")
+                    self.stop()
+                return b""
+            room -= len(plain[-1])
+            if inflate.unconsumed_tail or not room:
+                break
+            data = inflate.unused_data
+            if not data:
+                return b"".join(plain)
+        self._give_up("bad_compression")
+        return b""
+
+    def _next_member(self, data: bytes) -> bytes:
+        """The bytes with which a further gzip member begins, once it is known to be one; what is none is never read."""
+        if self._held is None:
             return b""
-        try:
-            plain: bytes = inflate.decompress(data, _MAX_EXPANSION)
-        except zlib.error:
-            if self._coding == "deflate":
-                # Some servers leave the zlib header out, and readers take that: it is not known to be rubbish.
-                self._give_up("bad_compression")
-            else:
-                self._facts.malformed = True
-                self.problems.add("bad_compression")
-                self.stop()
-            return b""
-        if inflate.unconsumed_tail:
-            self._give_up("bad_compression")
-        return plain
+        data = self._held + data
+        if data.startswith(_GZIP):
+            self._held = b""
+            self._inflate = zlib.decompressobj(16 + zlib.MAX_WBITS)
+            return data
+        self._held = data if data == _GZIP[:1] else None
+        return b""
 
     def _give_up(self, problem: str) -> None:
         self.problems.add(problem)

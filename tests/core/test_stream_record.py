@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from typing import Any
+
+import pytest
 
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
@@ -56,6 +59,52 @@ def test_what_follows_the_end_of_a_gzip_body_is_not_read() -> None:
     made.receive(1, gzip.compress(TEXT + STOP + DONE))
     made.receive(2, b"trailing rubbish")
     assert end(made) == ("completed", "") and made.problems == set()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+def test_every_member_of_a_gzip_body_is_read_however_it_is_cut(size: int) -> None:
+    """RFC 1952, 2.2: a gzip file is a series of members."""
+    body = b"".join(map(gzip.compress, (TEXT, b"", TEXT[:9], TEXT[9:] + STOP, DONE)))
+    made = record(coding="gzip")
+    for number, start in enumerate(range(0, len(body), size)):
+        made.receive(number, body[start : start + size])
+        made.receive(number, b"")
+    assert end(made) == ("completed", "") and made.problems == set()
+    assert len(made.t_ns) == 2
+
+
+def test_what_follows_rubbish_after_a_member_is_not_read() -> None:
+    for rubbish in (b"\x1f\x8c", b"x", b"\0\0"):
+        made = record(coding="gzip")
+        for number, piece in enumerate((gzip.compress(TEXT + STOP + DONE), rubbish, gzip.compress(TEXT))):
+            made.receive(number, piece)
+        assert end(made) == ("completed", "") and made.problems == set()
+        assert len(made.t_ns) == 1
+
+
+def test_a_later_member_that_is_spoilt_is_a_bad_stream_as_the_first_would_be() -> None:
+    made = record(coding="gzip")
+    made.receive(1, gzip.compress(TEXT) + b"\x1f\x8b rubbish")
+    assert end(made) == ("failed", "bad_stream") and made.problems == {"bad_compression"}
+
+
+def test_a_deflate_body_is_one_stream_whatever_follows_it() -> None:
+    made = record(coding="deflate")
+    made.receive(1, zlib.compress(TEXT + STOP + DONE) + gzip.compress(TEXT))
+    assert end(made) == ("completed", "") and len(made.t_ns) == 1
+
+
+def test_the_members_of_one_read_expand_together_up_to_the_bound_and_are_not_without_number() -> None:
+    halves = record(coding="gzip")
+    halves.receive(1, gzip.compress(b":" * (4 << 20)) * 2)  # 8 MiB, the bound
+    assert halves.problems == set()
+    halves.receive(2, gzip.compress(b":" * (4 << 20)) * 2 + gzip.compress(b":"))
+    assert halves.problems == {"bad_compression"}
+    empty = record(coding="gzip")
+    empty.receive(1, gzip.compress(b"") * 1000)
+    assert empty.problems == set()
+    empty.receive(2, gzip.compress(b"") * 1001)
+    assert empty.problems == {"bad_compression"}
 
 
 def test_a_large_choice_index_makes_no_room_for_the_choices_below() -> None:

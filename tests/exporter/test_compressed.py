@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import random
 import zlib
 from pathlib import Path
@@ -10,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from sloscope.sse import StreamDecoder
-from tests.exporter.harness import DONE, STREAM_HEAD, RawClient, Seen, bench, event, finish, request, run, usage
+from tests.exporter.harness import (
+    DONE,
+    STREAM_HEAD,
+    RawClient,
+    Seen,
+    bench,
+    chunked,
+    event,
+    finish,
+    request,
+    run,
+    usage,
+)
 
 SEED = 7
 EVENTS = [event(str(number) * 9) for number in range(12)] + [finish(), usage(12), DONE]
@@ -115,6 +128,23 @@ def test_an_event_of_a_compressed_stream_is_a_receipt_when_it_can_be_read(tmp_pa
             assert await b.end() == ("completed", "")
             assert b.total("sloscope_sidecar_ttft_seconds_count") == 1
             assert b.total("sloscope_sidecar_icl_seconds_count") == 1
+
+    run(test())
+
+
+def test_a_stream_of_one_gzip_member_for_each_event_is_understood_to_its_end(tmp_path: Path) -> None:
+    members = [gzip.compress(each) for each in EVENTS]
+
+    async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(head_for("gzip") + chunked(*members))
+
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            assert (await b.ask()).body == chunked(*members)
+            (ended,) = await b.ends()
+            assert (ended["outcome"], ended["output_tokens"], ended["token_source"]) == ("completed", 12, "usage")
+            assert sum(len(each["t_ns"]) for each in b.records("chunks")) == 12
+            assert b.total("sloscope_parse_problems_total") == 0
 
     run(test())
 
