@@ -314,10 +314,7 @@ def test_a_reason_that_comes_late_completes_the_sidecars_record(tmp_path: Path) 
     ("changes", "said"),
     [
         ({"observer": "sidecar"}, "observer: 'sidecar'; accepted: client"),
-        (
-            {"intended_ns": 1000 * MS + 1},
-            "intended_ns: 1000000001 is after send_ns, 1000000000",
-        ),
+        ({"intended_ns": 1000 * MS + 1}, "intended_ns: 1000000001 is after send_ns, 1000000000"),
         ({"output_tokens": None}, "token_source: 'usage' without output_tokens"),
         (
             {"token_source": None},
@@ -337,11 +334,8 @@ def test_what_a_receipt_says_of_itself_has_to_hold(tmp_path: Path, changes: dict
 
     with_app(tmp_path, test)
     ends = [record for record in records(tmp_path) if record["kind"] == "end"]
-    assert [(end["output_tokens"], end["token_source"]) for end in ends] == [
-        (3, "usage"),
-        (3, "usage"),
-        (3, "assumed_one"),
-    ]
+    assert [end["token_source"] for end in ends] == ["usage", "usage", "assumed_one"]
+    assert [end["output_tokens"] for end in ends] == [3, 3, 3]
 
 
 def test_a_late_reason_is_of_the_client_or_the_sidecar_and_never_of_the_engine(tmp_path: Path) -> None:
