@@ -15,16 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from queries import tables
-from queries.ahead import Ahead, reading_ahead
 from queries.assemble import Assembly, Row, arrow_schema, row_of
-from queries.forked import child, second_core
 from queries.histories import Request
 from queries.intake import Intake, Line, Problems, recorder_of
 from queries.parts import Parts, live_files, remove_leftovers
@@ -36,8 +33,6 @@ from sloscope.units import NS_PER_S
 
 SETTLE_NS = 2 * NS_PER_S
 HELD_EVENTS = 4_000_000  # output events in memory before what is settled is written
-SHARED_BYTES = 16 << 20  # from here two processes decode
-SHARED_EVENTS = 200_000  # from here two processes write: fewer are written before a second one helps
 ROWS_PER_PART = 100_000
 EPOCH = date(1970, 1, 1)
 Progress = Callable[[str, int, int], None]
@@ -131,11 +126,7 @@ class _Pass:
         for request in self._requests.values():
             request.in_tables = False
         intake = Intake(self._events, self._consumed, self._anchors, self._problems)
-        if intake.unread_bytes >= SHARED_BYTES and second_core():
-            with reading_ahead() as ahead:
-                self._read(intake, ahead)
-        else:
-            self._read(intake)
+        self._read(intake)
         report.recovered = close_lost(self._events, self._requests.values(), intake)
         if report.recovered:
             self._read(intake)
@@ -155,12 +146,12 @@ class _Pass:
         """Removes what no manifest names: of a pass that was killed, or of this one where it failed."""
         remove_leftovers(self._events, live_files(self._before) | set(self._before.state.get("previous", [])))
 
-    def _read(self, intake: Intake, ahead: Ahead | None = None) -> None:
+    def _read(self, intake: Intake) -> None:
         total = intake.unread_bytes
         before = sum(self._consumed.values())
         held_limit = HELD_EVENTS
         held = 0
-        for lines, horizon in intake.blocks(ahead):
+        for lines, horizon in intake.blocks():
             for line in lines:
                 feed(self._requests, line)
                 kind = line.record["kind"]
@@ -182,49 +173,15 @@ class _Pass:
     def _write_settled(self, horizon: int) -> None:
         self._look_up()
         settled = [r for r in self._requests.values() if r.settled(horizon, self._settle_ns)]
-        if sum(request.receipts for request in settled) >= SHARED_EVENTS and second_core():
-            self._write_shared(settled)
-        else:
-            self._write_final(settled)
-        for request in settled:
-            del self._requests[request.request_id]
-        self._records.write(self._parts)
-
-    def _write_final(self, settled: list[Request]) -> None:
         for day, rows in _by_day(settled):
             for first in range(0, len(rows), ROWS_PER_PART):
                 part = rows[first : first + ROWS_PER_PART]
                 self._parts.write(day, self._assemble(part, day))
                 self._progress("write", self._report.requests_written, len(settled))
                 self._report.requests_written += len(part)
-
-    def _write_shared(self, settled: list[Request]) -> None:
-        """The later half by a child. An id begins with its time, so that parts keep apart what their ids bound."""
-        settled.sort(key=lambda request: request.request_id)
-        half = len(settled) // 2
-        with child(lambda pipe: self._write_in_child(settled[half:], half, pipe)) as pipe:
-            self._write_final(settled[:half])
-            try:
-                parts, report, named = pipe.recv()
-            except (EOFError, OSError):
-                self._parts.skip(len(settled))  # past every name that the child may have given
-                self._write_final(settled[half:])
-                return
-        self._parts.skip(len(settled))
-        self._parts.final += parts
-        self._report.requests_written += report.requests_written
-        self._report.repeated += report.repeated
-        self._report.lost_events += report.lost_events
-        for text in named:
-            self._problems.add(text)
-
-    def _write_in_child(self, settled: list[Request], names: int, pipe: Connection) -> None:
-        """`names`: more than the other half needs, a part having one row or more."""
-        self._parts.skip(names)
-        self._parts.final, self._report, self._problems = [], CompactionReport(), Problems()
-        self._progress = _silent
-        self._write_final(settled)
-        pipe.send((self._parts.final, self._report, self._problems.named))
+        for request in settled:
+            del self._requests[request.request_id]
+        self._records.write(self._parts)
 
     def _look_up(self) -> None:
         """Requests that have a final row already are taken back, with everything they were made from."""

@@ -5,7 +5,6 @@
 anything but integers does not fit, so that no loop over the elements is needed.
 """
 
-import marshal
 from array import array
 from typing import Any
 
@@ -15,7 +14,6 @@ from sloscope import records
 from sloscope.errors import RecordError
 from sloscope.ids import is_request_id
 
-BLOCK = 1 << 20
 NULL_NS = -(2**63)  # in an array of stamps: not known
 NULL_TOKENS = -1  # in an array of token counts: not known
 
@@ -45,9 +43,7 @@ _LISTS: dict[str, tuple[tuple[str, str, int | None], ...]] = {
         ("step_id", "q", NULL_NS),
     ),
 }
-_ARRAYS = {kind: tuple((name, code) for name, code, _ in lists if name != "type") for kind, lists in _LISTS.items()}
 _HEAD_NAMES = len(("v", "kind", "request_id", "ordinal0"))  # all required; `attempt` may stand beside them
-Decoded = tuple[int, records.Record | str | None]
 _NOT_A_TYPE = bytes(range(len(records.OUTPUT_TYPES)))
 
 
@@ -66,51 +62,6 @@ def decode(line: bytes) -> records.Record:
     if not _usual(kind, record):
         records.check(record)
     return record
-
-
-def whole_lines(path: str, offset: int, size: int, blocks: int = 1) -> bytes:
-    """About as many blocks of a file's lines, or one longer line; nothing where none ends before `size`."""
-    data = b""
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while block := file.read(min(blocks * BLOCK, size - offset - len(data))):
-            data += block
-            if end := block.rfind(b"\n") + 1:
-                return data[: len(data) - len(block) + end]
-    return b""
-
-
-def decoded(lines: bytes) -> list[Decoded]:
-    """Every line of the text, which ends with one: its length with the newline, and the record, None for an empty line,
-    or what is wrong with it.
-    """
-    found: list[Decoded] = []
-    for line in lines.split(b"\n")[:-1]:
-        record: records.Record | str | None = None
-        if line:
-            try:
-                record = decode(line)
-            except RecordError as error:
-                record = str(error)
-            except ValueError:
-                record = "not JSON"
-        found.append((len(line) + 1, record))
-    return found
-
-
-def packed(found: list[Decoded]) -> bytes:
-    """For another process of the same machine; `unpacked` gives it back."""
-    return marshal.dumps(found)
-
-
-def unpacked(data: bytes) -> list[Decoded]:
-    found: list[Decoded] = marshal.loads(data)
-    for _, record in found:
-        if type(record) is dict and (kind := record["kind"]) in _ARRAYS:
-            for name, code in _ARRAYS[kind]:
-                if name in record:
-                    record[name] = array(code, record[name])  # marshal makes bytes of it
-    return found
 
 
 def _usual(kind: Any, record: records.Record) -> bool:

@@ -12,14 +12,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from queries.ahead import Ahead
-from queries.decode import Decoded, decode, decoded, whole_lines
+from queries.decode import decode
 from sloscope import records
 from sloscope.clock import Anchor
 from sloscope.errors import RecordError
 from sloscope.journal import journal_files, order_of, writer_of
 from sloscope.recovery import dead_writers
 
+BLOCK = 4 << 20
 KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
 KEPT_PROBLEMS = 20
 _REMEMBERED_CLOCKS = 1000  # of one file: the recorder's, and one of each page that reports receipts to it
@@ -100,12 +100,12 @@ class Chain:
                 return records.make("clock", mono_ns=anchors[-1][0], wall_ns=anchors[-1][1], clock_id=clock_id)
         return None
 
-    def blocks(self, ahead: Ahead | None) -> Iterator[list[Line]]:
+    def blocks(self) -> Iterator[list[Line]]:
         for index, path in enumerate(self._paths):
             whole = index + 1 < len(self._paths) or not self.live
-            yield from self._file(path, whole, ahead)
+            yield from self._file(path, whole)
 
-    def _file(self, path: Path, whole: bool, ahead: Ahead | None) -> Iterator[list[Line]]:
+    def _file(self, path: Path, whole: bool) -> Iterator[list[Line]]:
         name = str(path.relative_to(self._events))
         offset = self._consumed.get(name, 0)
         self._consumed.setdefault(name, 0)
@@ -116,41 +116,46 @@ class Chain:
         if size == offset:
             return
         place = _Anchors(self._kept.get(name, []))
-        while offset < size and (text := whole_lines(str(path), offset, size)):
-            after = offset + len(text)
-            asked = ahead.ask(path, after, size) if ahead is not None and after < size else None
-            yield self._lines(name, decoded(text), offset, place)
-            offset = after
-            if ahead is not None and asked is not None:
-                found = ahead.answer(asked)
-                yield self._lines(name, found, offset, place)
-                offset += sum(length for length, _ in found)
-        left = min(size, path.stat().st_size) - offset
-        if left > 0 and whole:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(offset)
+            rest = b""
+            while offset < size:
+                block = file.read(min(BLOCK, size - offset - len(rest)))
+                data = rest + block
+                end = data.rfind(b"\n") + 1
+                lines = self._lines(name, data[:end], offset, place)
+                offset += end
+                rest = data[end:]
+                self._consumed[name] = offset
+                self._kept[name] = place.kept()
+                yield lines
+                if not block:
+                    break
+                if offset + len(rest) >= size:
+                    break
+        if rest and whole:
             # Nobody will finish this line.
             self._problems.torn += 1
-            self._problems.add(f"{name} at byte {offset}: torn line of {left} bytes")
-            self._consumed[name] = offset + left
+            self._problems.add(f"{name} at byte {offset}: torn line of {len(rest)} bytes")
+            self._consumed[name] = offset + len(rest)
 
-    def _lines(self, name: str, found: list[Decoded], offset: int, place: "_Anchors") -> list[Line]:
+    def _lines(self, name: str, data: bytes, offset: int, place: "_Anchors") -> list[Line]:
         lines = []
-        for length, record in found:
+        for text in data.split(b"\n")[:-1]:
             start = offset
-            offset += length
-            if record is None:
+            offset += len(text) + 1
+            if not text:
                 continue
             try:
-                if isinstance(record, str):
-                    raise RecordError(record)
+                record = decode(text)
                 line = self._place(record, name, start, offset, place)
-            except RecordError as error:
+            except (ValueError, RecordError) as error:
                 self._problems.bad_lines += 1
-                self._problems.add(f"{name} at byte {start}: {error}")
+                why = str(error) if isinstance(error, RecordError) else "not JSON"
+                self._problems.add(f"{name} at byte {start}: {why}")
                 continue
             if line is not None:
                 lines.append(line)
-        self._consumed[name] = offset
-        self._kept[name] = place.kept()
         return lines
 
     def _place(self, record: records.Record, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
@@ -253,14 +258,14 @@ class Intake:
             chain.writer for chain in self._chains if chain.live
         }
 
-    def blocks(self, ahead: Ahead | None = None) -> Iterator[tuple[list[Line], int]]:
+    def blocks(self) -> Iterator[tuple[list[Line], int]]:
         """Lines, and the wall time up to which every journal that is still being read has been read.
 
         A second call reads the files that were made since the first.
         """
         chains = self._waiting or self._open()
         self._waiting = []
-        heap = [(chain.horizon, number, chain, chain.blocks(ahead)) for number, chain in enumerate(chains)]
+        heap = [(chain.horizon, number, chain, chain.blocks()) for number, chain in enumerate(chains)]
         heapq.heapify(heap)
         while heap:
             _, number, chain, blocks = heapq.heappop(heap)

@@ -96,10 +96,6 @@ class Parts:
         self._number += 1
         return f"arrival_date={day.isoformat()}/g{self._generation:08d}-{self._number}{suffix}.parquet"
 
-    def skip(self, names: int) -> None:
-        """Leaves as many names to another process, which writes parts of the same pass."""
-        self._number += names
-
     def write(self, day: date, rows: dict[str, pa.Table]) -> None:
         self.final.append(self._write(self._name(day), rows))
 

@@ -225,7 +225,7 @@ def test_what_is_held_in_memory_is_written_in_parts_and_still_stands_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "HELD_EVENTS", 50)
-    monkeypatch.setattr("queries.decode.BLOCK", 2048)
+    monkeypatch.setattr("queries.intake.BLOCK", 2048)
     clocks = {observer: FakeClock(wall_ns=WALL) for observer in records.OBSERVERS}
     writers = {observer: JournalWriter(tmp_path, observer, clocks[observer]) for observer in records.OBSERVERS}
     for number in range(120):
