@@ -20,6 +20,7 @@ from typing import cast
 import orjson
 import uvloop
 
+from exporter.backlog import Backlog
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
 from exporter.exchange import Gathering
 from exporter.framing import MessageError
@@ -52,6 +53,7 @@ class DataPlane:
         self.store = MetricStore("sidecar", contract, settings.max_label_values)
         self.recorder = Recorder(lambda: JournalWriter(Path(settings.events), "sidecar", clock, encode), clock, loop)
         self.watch = Watch(settings, contract, self.store, self.recorder, clock)
+        self.watch.backlog = Backlog(loop.call_soon, self.observer_failed)
         upstreams = [parse_upstream(url) for url in settings.upstreams]
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
         pools = [Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams]

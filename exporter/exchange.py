@@ -392,6 +392,9 @@ class Exchange:
             self._understand_head(attempt.response, is_new=True)
         if self._observation is not None and payload:
             self.observe(self._observation.forwarded, payload, now, forwarded_ns, done_ns)
+            if self._observation.is_far_behind and attempt.connection is not None:
+                self._observation.on_caught_up = self._observer_caught_up
+                attempt.connection.pause_reading("observer")
             if self._awaits_output:
                 self._time_output(attempt, now)
         if is_broken:
@@ -401,6 +404,10 @@ class Exchange:
                 self._response_complete(clean=used == len(data))
         elif head:
             self._shorten(attempt)
+
+    def _observer_caught_up(self) -> None:
+        if self._leader is not None and self._leader.connection is not None:
+            self._leader.connection.resume_reading("observer")
 
     def _shorten(self, attempt: Attempt) -> None:
         """From here on nothing is done to the body but forward it: its reads may take the short way."""
@@ -484,7 +491,7 @@ class Exchange:
         if leader is None or leader.connection is None or self._held_since_ns:
             return
         self._held_since_ns = self.plane.clock.monotonic_ns()
-        leader.connection.pause_reading()
+        leader.connection.pause_reading("client")
 
     def download_resumed(self) -> None:
         if self._held_since_ns:
@@ -493,7 +500,7 @@ class Exchange:
             if self._observation is not None:
                 self._observation.consumer_hold_ns += held
             if self._leader is not None and self._leader.connection is not None:
-                self._leader.connection.resume_reading()
+                self._leader.connection.resume_reading("client")
 
     # --- ends
 

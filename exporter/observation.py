@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
+from exporter.backlog import Backlog
 from exporter.families import Labels, ReceiptFamilies, known_event_tokens
 from exporter.seen_ids import SeenIds
 from exporter.server_timing import durations_ns
@@ -23,8 +24,9 @@ from sloscope.recorder import Done, Recorder
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
 FLUSH_NS = 800_000_000  # with the ticker's 50 ms and the recorder's, a batch is at most a second old
-MAX_READS = 64  # of one request that wait to be understood: about 0.2 ms of work
-_MAX_READ_BYTES = 64 << 10  # likewise, of those that are no short chunks
+MAX_READS = 64  # of one request that may wait to be understood together: about 0.2 ms of work
+_PIECE = 4096  # bytes of a read that count as one of these
+_FAR_BEHIND = 512  # of them, at which no more is read
 _MAX_TEXT = 200
 _LOST = Ended("unfinished", "recorder_lost")  # how it ended is not known, as of a recorder that died
 _STOP_AFTER = re.compile(r"[0-9]{1,9}")
@@ -50,6 +52,7 @@ class Watch:
         self.clock = clock
         self.families = ReceiptFamilies(store, "sidecar", contract)
         self.seen = SeenIds()
+        self.backlog: Backlog | None = None  # without it all is understood at once
         self.active: dict[str, Observation] = {}  # by request id, oldest first
         for name in PROBLEM_NAMES:
             store.init(PROBLEMS, (name,))
@@ -63,9 +66,8 @@ class Watch:
         found, before = [], now - FLUSH_NS
         for each in self.active.values():
             reads = each.reads
-            if (reads and (reads[0][3] <= before or len(reads) >= MAX_READS)) or (
-                each.pending_since and each.pending_since <= before
-            ):
+            since = each.pending_since or (reads[0][3] if reads else now)
+            if since <= before:
                 found.append(each)
         return found
 
@@ -105,7 +107,9 @@ class Observation:
         # Reads that were handed on and not understood yet: data, start and stop of the payload, received_ns,
         # forwarded_ns, done_ns. One list for life, which `relay` appends to.
         self.reads: list[tuple[bytes, int, int | None, int, int, int]] = []
-        self._read_bytes = 0
+        self.is_behind = False  # the backlog has it
+        self.on_caught_up: Callable[[], None] | None = None
+        self._end: tuple[str, str, bool, int] | None = None  # as `ended` was told, while it waits for what was received
         self._flushed = 0  # receipts in the journal
         self._forwarded: list[int] = []  # of the batch that is not flushed
         self._added: list[int] = []  # likewise
@@ -301,33 +305,64 @@ class Observation:
         """Body bytes of one socket read, which were handed on from `forwarded_ns` to `done_ns`. They are understood
         with others, at the latest with their batch.
         """
-        self.reads.append((payload, 0, None, received_ns, forwarded_ns, done_ns))
-        self._read_bytes += len(payload)
-        if self._read_bytes > _MAX_READ_BYTES or len(self.reads) > MAX_READS:
-            self.understand()
+        for start in range(0, len(payload), _PIECE):
+            self.reads.append((payload, start, start + _PIECE, received_ns, forwarded_ns, done_ns))
+        if len(self.reads) >= MAX_READS:
+            self._fall_behind()
 
-    def understand(self) -> None:
-        """Makes receipts of what was forwarded. A read that raises costs only itself; raises the last such error."""
-        if not self.reads:
+    @property
+    def is_far_behind(self) -> bool:
+        """So much waits that no more should be read, until `on_caught_up`."""
+        return len(self.reads) >= _FAR_BEHIND
+
+    def _fall_behind(self) -> None:
+        if self.watch.backlog is None:
+            self.understand()
+        elif not self.is_behind:
+            self.is_behind = True
+            self.watch.backlog.add(self)
+
+    def catch_up(self, slice_ns: int) -> None:
+        """A slice of what waits, and what waited for all of it to be understood."""
+        try:
+            self.understand(slice_ns)
+        finally:
+            self.is_behind = bool(self.reads)
+            if not self.is_behind:
+                if self.on_caught_up is not None:
+                    self.on_caught_up()
+                if self._end is not None:
+                    self.ended(*self._end)
+
+    def understand(self, slice_ns: int | None = None) -> None:
+        """Makes receipts of what was forwarded, all of it or as much as a slice of time lets. A read that raises costs
+        only itself; raises the last such error.
+        """
+        waiting = self.reads
+        if not waiting:
             return
-        reads = self.reads[:]
-        self.reads.clear()
-        self._read_bytes = 0
+        now_ns = self.watch.clock.monotonic_ns
+        until_ns = now_ns() + slice_ns if slice_ns is not None else None
         receive, types, failure = self._stream.receive, self._stream.type, None
-        stamped = self._flushed + len(self._forwarded)
-        for data, start, stop, received_ns, forwarded_ns, done_ns in reads:
+        stamped, done = self._flushed + len(self._forwarded), 0
+        first_ns = waiting[0][3]
+        for data, start, stop, received_ns, forwarded_ns, done_ns in waiting:
             try:
                 receive(received_ns, data[start:stop])
             except Exception as error:
                 failure = error
+            done += 1
             new = len(types) - stamped
             if new:
                 stamped += new
                 self._forwarded += (forwarded_ns,) * new
                 self._added += (done_ns - received_ns,) * new
+            if until_ns is not None and now_ns() >= until_ns:
+                break
+        del waiting[:done]
         self._last_handed = forwarded_ns, done_ns - received_ns
         if self._forwarded and not self.pending_since:
-            self.pending_since = reads[0][3]
+            self.pending_since = first_ns
         if failure is not None:
             raise failure
 
@@ -348,7 +383,8 @@ class Observation:
     def flush(self) -> None:
         """The receipts since the last batch, as a record, and what the sidecar added to them."""
         try:
-            self.understand()
+            if not self.is_behind:
+                self.understand()
         finally:
             self._write_batch()
 
@@ -378,6 +414,11 @@ class Observation:
         Raised or not, the request ends once, in the metrics and in the journal, and alike in both.
         """
         if self._ended:
+            return
+        if self._end is not None:
+            transport, left, body_complete, end_ns = self._end
+        elif self.is_behind:
+            self._end = transport, left, body_complete, end_ns
             return
         self._ended = True
         try:

@@ -71,6 +71,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.used = False  # served a request before, so that the upstream may have closed it meanwhile
         self.idle_since_ns = 0
         self._reading = True
+        self.paused_for: set[str] = set()
         self._unsent: list[bytes] = []  # of a request body
         self._monotonic_ns = pool.clock.monotonic_ns
 
@@ -136,13 +137,16 @@ class UpstreamConnection(asyncio.Protocol):
             attempt.exchange.upload_resumed()
             self.transport.write(b"".join(unsent))  # which may pause it again
 
-    def pause_reading(self) -> None:
+    def pause_reading(self, reason: str) -> None:
+        """Until it is resumed for every reason that it was paused for."""
+        self.paused_for.add(reason)
         if self._reading and not self.transport.is_closing():
             self._reading = False
             self.transport.pause_reading()
 
-    def resume_reading(self) -> None:
-        if not self._reading and not self.transport.is_closing():
+    def resume_reading(self, reason: str) -> None:
+        self.paused_for.discard(reason)
+        if not self.paused_for and not self._reading and not self.transport.is_closing():
             self._reading = True
             self.transport.resume_reading()
 
@@ -239,7 +243,8 @@ class Pool:
     def give_back(self, connection: UpstreamConnection) -> None:
         connection.attempt = None
         connection.used = True
-        connection.resume_reading()
+        for reason in list(connection.paused_for):
+            connection.resume_reading(reason)
         if connection.owes:
             connection.transport.abort()  # the next request would be taken for the rest of this one's body
         if connection.transport.is_closing():
