@@ -99,9 +99,9 @@ class Tally:
     vacuous: int = 0
     output_tokens: int = 0
     first_send_offset_ns: int | None = None
-    # From the scheduled arrival until the bytes are handed to the transport, the write of the begin included.
-    dispatch_lag_ns: array[int] = field(default_factory=_stamps)
-    begin_wait_ns: array[int] = field(default_factory=_stamps)  # the write alone: from `send_ns`, which the begin holds
+    dispatch_lag_ns: array[int] = field(default_factory=_stamps)  # from the scheduled arrival to `send_ns`
+    # From there until the bytes are handed to the transport: the write of the begin, which holds `send_ns`.
+    begin_wait_ns: array[int] = field(default_factory=_stamps)
     ttft_ns: array[int] = field(default_factory=_stamps)  # completed requests
     ttft_intended_ns: array[int] = field(default_factory=_stamps)
     wall_ns: int = 0
@@ -378,7 +378,6 @@ class Replay:
         )
         sent = _Sent(self, recorder, planned, number)
         self._open[request_id] = sent
-        # What the disk took stands in the lag, since `send_ns` had to be in the begin before it was written.
         leaves_ns = time.monotonic_ns()
         tally = self.tally
         tally.sent += 1
@@ -386,10 +385,10 @@ class Replay:
         tally.slow_readers += planned.slow_reader
         # Behind a begin that is late nobody waits, and its own is not on disk either.
         tally.late_begins += leaves_ns - send_ns >= _BEGIN_PATIENCE_NS or self._log.is_behind
-        tally.dispatch_lag_ns.append(leaves_ns - intended_ns)
+        tally.dispatch_lag_ns.append(send_ns - intended_ns)
         tally.begin_wait_ns.append(leaves_ns - send_ns)
         if tally.first_send_offset_ns is None:
-            tally.first_send_offset_ns = leaves_ns - self._t0_ns
+            tally.first_send_offset_ns = send_ns - self._t0_ns
         if planned.warmup:
             tally.warmup += 1
         else:
