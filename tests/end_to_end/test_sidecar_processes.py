@@ -78,6 +78,11 @@ def one_child(sidecar: Child, module: str) -> int:
     return pid
 
 
+def niceness(pid: int) -> int:
+    """proc_pid_stat(5): field 19, of which the first two end at the last parenthesis."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[16])
+
+
 def metrics(control: str) -> dict[str, float]:
     """Sum over the series of every name, and `name{outcome}` of those that have one."""
     totals: dict[str, float] = {}
@@ -179,6 +184,19 @@ def test_a_killed_control_plane_is_started_again_and_keeps_the_identity(tmp_path
         assert found["sloscope_sidecar_requests_offered_total"] == 2
         thread.join(10)
         until(lambda: check_identity(control)["sloscope_sidecar_requests_total{completed}"] == 2)
+
+
+def test_a_running_control_plane_gives_way_to_the_data_plane_also_after_a_restart(tmp_path: Path) -> None:
+    with upstream(at_once) as (url, _), Stage(tmp_path) as stage:
+        _, control, sidecar = start_sidecar(stage, url, tmp_path / "events", "--sql-every", "off")
+        data = niceness(one_child(sidecar, "exporter.data_plane"))
+        assert data == niceness(os.getpid())
+        first = one_child(sidecar, "exporter.control_plane")
+        assert niceness(first) > data
+        os.kill(first, signal.SIGKILL)
+        until(lambda: [pid for pid in children(sidecar, "exporter.control_plane") if pid != first])
+        until(lambda: check_identity(control))
+        assert niceness(one_child(sidecar, "exporter.control_plane")) > data
 
 
 def test_sigterm_lets_open_streams_end_and_refuses_new_ones(tmp_path: Path) -> None:
