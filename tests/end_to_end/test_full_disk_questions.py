@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -23,13 +24,16 @@ COMPACTED, REQUESTS = 40, 400
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """4 MiB of their own."""
+    """4 MiB of their own. A limit on file sizes is no substitute: it would hold for the answers' own files, too."""
     events = tmp_path / "events"
     events.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(events)]
     mounted = subprocess.run(mount, capture_output=True, check=False, text=True)
     if mounted.returncode:
-        pytest.skip(f"no file system may be mounted here: {mounted.stderr.strip()}")
+        why = f"no file system may be mounted here: {mounted.stderr.strip()}"
+        if os.environ.get("SLOSCOPE_NO_SKIP"):
+            pytest.fail(f"{why}, and nothing may be skipped")
+        pytest.skip(why)
     try:
         yield events
     finally:
