@@ -100,6 +100,19 @@ class TestOutput:
         assert event_of({"choices": [{"index": 0, "text": "a"}]}).outputs == (Output(0, "content"),)
         assert event_of({"choices": [{"index": 0, "text": ""}]}).outputs == ()
 
+    @pytest.mark.parametrize("kind", ["chat", "completions"])
+    def test_logprobs_beside_the_text_are_no_output_of_their_own(self, kind: str) -> None:
+        def with_logprobs(text: str, **delta: Any) -> dict[str, Any]:
+            if kind == "chat":
+                tops = [{"token": "a", "logprob": -0.1, "bytes": [97]}, {"token": 'b"}', "logprob": -2, "bytes": None}]
+                listed = {"content": [{"token": "a", "logprob": -0.1, "bytes": [97], "top_logprobs": tops}]}
+                return chunk({"content": text, **delta}, logprobs=listed)
+            listed = {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"a": -0.1}], "text_offset": [0]}
+            return {"choices": [{"index": 0, "text": text, "logprobs": listed}]}
+
+        assert event_of(with_logprobs("a")) == StreamEvent(outputs=(Output(0, "content"),), recognised=True)
+        assert event_of(with_logprobs("")) == StreamEvent(recognised=True)
+
     def test_text_beside_a_delta_that_repeats_it_is_one_output(self) -> None:
         assert event_of(chunk({"content": "a"}, text="a")).outputs == (Output(0, "content"),)
 

@@ -54,6 +54,28 @@ def test_a_stream_of_like_events_is_parsed_a_few_times_only(read: Any) -> None:
     assert loads.calls <= 4
 
 
+@pytest.mark.parametrize("kind", ["chat", "completions"])
+def test_events_whose_logprobs_differ_say_each_what_it_says_alone(kind: str) -> None:
+    def read(text: str, number: int) -> bytes:
+        token = {"token": text, "logprob": -number / 7, "bytes": list(text.encode())}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": None}
+        if kind == "chat":
+            choice |= {"delta": {"content": text}, "logprobs": {"content": [{**token, "top_logprobs": [token]}]}}
+        else:
+            tops = {"tokens": [text], "token_logprobs": [-number / 7], "top_logprobs": [{text: -number / 7}]}
+            choice |= {"text": text, "logprobs": {**tops, "text_offset": [number]}}
+        return b"data: " + json.dumps({**HEAD, "choices": [choice]}).encode() + b"\n\n"
+
+    decoder = StreamDecoder(orjson.loads)
+    outputs = 0
+    # Some have logprobs and no text, as a token that is no whole character has.
+    for number, text in enumerate(["a", "b", "", "content", '"', "", "a", "text", *"abcdefgh" * 5]):
+        said = decoder.feed(read(text, number))
+        assert said == parsed(read(text, number))
+        outputs += len(said[0].outputs)
+    assert outputs == 46
+
+
 def test_a_stream_whose_events_are_never_alike_is_not_tried_for_ever() -> None:
     loads = Counting()
     decoder = StreamDecoder(loads)
