@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import hedging
 from sloscope.demo.processes import Stage, ask
-from tests.end_to_end.support import start_server, start_sidecar
+from tests.end_to_end.support import start_server, start_sidecar, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -35,6 +35,36 @@ def test_with_a_slow_server_hedging_answers_from_another_within_its_share(tmp_pa
     for quantile in ("ttft_p95_ms", "ttft_p99_ms"):
         assert off[quantile] > 200
         assert on[quantile] < 0.75 * off[quantile], quantile
+
+
+def test_a_quantile_hedges_once_enough_first_outputs_are_known(tmp_path: Path) -> None:
+    """p50 needs ten first outputs. They are of quick servers; then one of the two takes 600 ms more for each step."""
+    with Stage(tmp_path) as stage:
+        events = tmp_path / "events"
+        engines = [tmp_path / name for name in ("slow", "quick")]
+        slow, quick = (start_server(stage, each, "--allow-faults", name=each.name) for each in engines)
+        options = ("--upstream", quick, "--hedge-after", "p50", "--hedge-max-share", "1", "--balance", "requests")
+        proxy, control, _ = start_sidecar(stage, slow, events, *options, "--sql-every", "off", goodput="ttft:5000")
+        asked = {"model": "builtin", "prompt": "the tree", "max_tokens": 6, "stream": True}
+
+        def ask_for(requests: int) -> None:
+            for _ in range(requests):
+                httpx.post(f"{proxy}/v1/completions", json=asked, timeout=60).raise_for_status()
+
+        def results() -> dict[str, float]:
+            return {name: count for name, count in hedging.counted(control).items() if name != "waste" and count}
+
+        ask_for(10)
+        assert until(results) == {"no_threshold": 10}
+        with hedging.kept_slow(slow, "builtin", "slow=600ms"):
+            ask_for(8)
+        until(lambda: sum(results().values()) == 18)
+        found = results()
+        assert found["no_threshold"] == 10 and found["won"] >= 2  # every second one began at the slow one
+        arrived = {(each["request_id"], each.get("attempt", 0)): each for each in hedging.records(events, "sidecar")
+                   if each["kind"] == "begin"}  # fmt: skip
+    second = [key for key in arrived if key[1] == 1]
+    assert len(second) == found["won"] + found.get("lost", 0)
 
 
 def test_the_questions_follow_the_engine_that_answered(tmp_path: Path) -> None:
