@@ -168,7 +168,7 @@ _UPSTREAM = [
 ]  # fmt: skip
 
 _RECORDER = [
-    Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on.", (), ADDED_EDGES),
+    Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on. A readable socket's wait while the loop works is not in it.", (), ADDED_EDGES),
     Metric(f"{PREFIX}sidecar_passthrough_total", "counter", "Requests of other APIs, forwarded untouched and not judged."),
     Metric(f"{PREFIX}journal_records_total", "counter", "Journal records written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder", _BOTH),
