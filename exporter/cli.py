@@ -110,7 +110,7 @@ def sidecar(
         )
     _check_ca_file(ca_file)
     drain_ns = parse_duration_ns(drain, "--drain")
-    sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every")
+    sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every (or off)")
     engines, engines_every_ns = _engine_metrics(engine_metrics or [], engine_metrics_every)
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")

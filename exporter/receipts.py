@@ -123,7 +123,8 @@ class Receipts:
                 raise ReceiptError("malformed", f"{str(name)[:40]}: no such field")
         request_id = receipt.get("request_id")
         if not isinstance(request_id, str) or not is_request_id(request_id):
-            raise ReceiptError("request_id", f"request_id: {str(request_id)[:40]!r} is not a 26-character ULID")
+            said = "is missing" if request_id is None else f"{str(request_id)[:40]!r} is not a 26-character ULID"
+            raise ReceiptError("request_id", f"request_id: {said}")
         attempt = _int(receipt, "attempt", 0) or 0
         end = _outcome(receipt)
         is_late = "send_ns" not in receipt

@@ -155,7 +155,7 @@ async def probe(
     origins: Sequence[Origin], model: str, headers: Mapping[str, str], tls: ssl.SSLContext | None = None
 ) -> Target:
     """Asks each origin for its models. Raises ConfigError for one that cannot be reached or that names no model."""
-    found, owner = "", ""
+    found, owner, status = "", "", 200
     for origin in origins:
         pool = Pool(origin, tls)
         try:
@@ -165,10 +165,12 @@ async def probe(
             raise ConfigError(f"--url: {origin} cannot be reached: {why}") from None
         finally:
             await pool.close()
+        status = max(status, reply.status)
         name, by = _first_model(reply.body) if reply.status == 200 else ("", "")
         found, owner = found or name, owner or by
     if not (model or found):
-        raise ConfigError(f"--model: {origins[0]}/models names no model; accepted: a model name")
+        said = f"answered {status}" if status != 200 else "names no model"
+        raise ConfigError(f"--model: {origins[0]}/models {said}; accepted: a model name")
     return Target(tuple(origins), model or found, owner, headers=headers)
 
 

@@ -73,6 +73,8 @@ def invalid_reason(tally: Tally, schedule: Schedule) -> str | None:
         return f"{tally.processes_lost} of {tally.processes} processes ended without their counts"
     if tally.own_limit:
         return f"{tally.own_limit} requests found no free descriptor or port in this process (see ulimit -n)"
+    if tally.warmup and not tally.offered:
+        return f"all {tally.warmup} requests that were sent are warm-up, and none is offered"
     limit, lag = schedule.ttft_limit_ns, sorted(tally.dispatch_lag_ns)
     if limit is None or not lag:
         return None

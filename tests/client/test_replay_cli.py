@@ -209,6 +209,13 @@ def test_an_invalid_run_is_said_loudly(tmp_path: Path) -> None:
     assert "INVALID RUN: dispatch lag p99 " in done.stderr
 
 
+def test_a_run_that_is_all_warm_up_is_no_run(tmp_path: Path) -> None:
+    with SseServer(tokens(4)) as server:
+        events = ("--events", str(tmp_path), "--goodput", "ttft:300", "--warmup", "10")
+        done = replayed(TEN, "--url", server.url, *events)
+    assert "INVALID RUN: all 10 requests that were sent are warm-up, and none is offered" in done.stderr
+
+
 def test_ctrl_c_keeps_what_was_recorded(tmp_path: Path, recorded: Callable[[Path], Records]) -> None:
     code = "from sloscope.cli import main; main()"
     slow = "synthetic:constant?n=1000&rate=20"
