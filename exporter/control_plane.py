@@ -1,6 +1,6 @@
 """The control plane process: `python -m exporter.control_plane`, started by the supervisor.
 
-Metrics, receipts and questions over HTTP. Whatever happens here delays no stream.
+Metrics, receipts and questions over HTTP. No stream passes here, and this process gives way to the one where they do.
 """
 
 from __future__ import annotations

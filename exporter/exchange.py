@@ -1,7 +1,7 @@
 """One request and its response on their way through the sidecar.
 
-The order for every piece of a response: stamped where the socket was read, stamped again and forwarded, and only then
-understood. What the observation does can delay nothing but the next read, and what it raises stops here.
+The order for every piece of a response: stamped where the socket was read, stamped again and forwarded, and some time
+later, with others, understood. What the observation raises stops here.
 
 A request that may be hedged differs until its first output event: what comes is understood first and held, since only
 one of two attempts may reach the client. From then on nothing is held.
