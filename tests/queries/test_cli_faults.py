@@ -77,7 +77,9 @@ def test_a_directory_without_records_gets_no_files_and_a_question_no_answer(tmp_
 
 
 def test_ctrl_c_ends_a_long_query_without_a_word(events):  # noqa: F811
-    code = "from sloscope.cli import main; main()"
+    # Who starts the tests in the background has SIGINT ignored, and children inherit that.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from sloscope.cli import main; main()"
     endless = "select sum(a.range % (b.range + 7)) from range(100000000000) as a, range(100000) as b"
     asking = subprocess.Popen(
         [sys.executable, "-c", code, "sql", endless, "--events", str(events)],
