@@ -35,7 +35,6 @@ from sloscope.recorder import Recorder, encode
 from sloscope.units import NS_PER_S
 
 TICK_NS = 50_000_000
-_COLLECT = (10_000, 20, 20)
 TURN_NS = 200_000  # of the loop's time that a snapshot takes before the sockets are looked at
 _NOTED_A_PIECE = 100
 _SWITCH_INTERVAL_S = 0.0005  # the journal's thread must not keep the loop waiting for the interpreter
@@ -283,7 +282,6 @@ async def run(settings: Settings, listen_fd: int, metrics_fd: int) -> None:
     await plane.start(socket.socket(fileno=listen_fd), socket.socket(fileno=metrics_fd))
     # What is here now stays: a collection that looks through all of it would be some stream's late event.
     gc.freeze()
-    gc.set_threshold(*_COLLECT)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await stop.wait()
