@@ -136,10 +136,8 @@ class StreamDecoder:
         self._pattern: Pattern | None = None  # of an earlier read
         self._tries = _TRIES  # at finding one, until one that is found fits
 
-    def known(self, data: bytes) -> StreamEvent | None:
-        """The event that these bytes are, if they are a whole one that differs from an earlier one in its text only:
-        one choice has output, and that is all. None: they are still to be fed.
-        """
+    def _known(self, data: bytes) -> StreamEvent | None:
+        """The event that these bytes are, if they are a whole one that differs from an earlier one in its text only."""
         pattern = self._pattern
         if pattern is None or not self._idle or not pattern.fits(data) or len(data) - 2 > self._max_event_bytes:
             return None
@@ -152,7 +150,7 @@ class StreamDecoder:
         An event is complete with the line end of its blank line; where that is a CR, it does
         not wait for an LF that may follow, because between two events that could be long.
         """
-        event = self.known(data)
+        event = self._known(data)
         if event is not None:
             return [event]
         # Most reads hold exactly one event, `data: {...}\n\n`.

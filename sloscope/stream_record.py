@@ -124,17 +124,8 @@ class StreamRecord:
         self.last_ns = t_ns
         if self._inflate is not None:
             data = self._decompress(data)
-        decoder = self._decoder
-        if decoder is not None:
-            known = decoder.known(data)
-            if known is not None:
-                choice, kind = known.outputs[0]
-                self.t_ns.append(t_ns)
-                self.choice.append(choice)
-                self.tokens.append(None)
-                self.type.append(_TYPE[kind])
-                return
-            for event in decoder.feed(data):
+        if self._decoder is not None:
+            for event in self._decoder.feed(data):
                 self._event(t_ns, event)
         elif self._body is not None:
             self._body += data
