@@ -7,8 +7,9 @@ within a round. CPU and memory are of all processes of a side (of the sidecar: s
 which is scraped every --scrape-every; as `unscraped` it is not), CPU per event that reached the sink, `user` without
 the kernel's part; `largest`: memory of the largest process, the sidecar's data plane. `recorded`: receipts in the
 sidecar's journal for each event that the sink received. `lost`: events that had not come when the sink gave up, 5 s
-after the last was due: a side that cannot keep up has some still in hand. On a machine with two cores or more the proxy
-has one for itself.
+after the last was due: a side that cannot keep up has some still in hand. `bare` writes on what it reads and looks at
+nothing: the least that a proxy on this event loop costs. On a machine with two cores or more the proxy has one for
+itself.
 
 `python -m benchmarks.sidecar_speed --streams 100`; `--litellm-python PATH` adds the LiteLLM proxy of that installation.
 """
@@ -217,6 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "haproxy": proxies.haproxy,
         "sidecar": proxies.sidecar,
         "unscraped": proxies.unscraped,
+        "bare": proxies.bare,
         "starlette": proxies.starlette,
     }
     if asked.litellm_python is not None:

@@ -169,6 +169,15 @@ def starlette(upstream: str, folder: Path) -> Iterator[Side]:
 
 
 @contextmanager
+def bare(upstream: str, folder: Path) -> Iterator[Side]:
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.streaming.bare_relay", "--port", str(port)]
+    root = str(Path(__file__).parents[2])
+    with started("bare", command, port, folder, {"UPSTREAM": upstream, "PYTHONPATH": root}) as side:
+        yield side._replace(version=_ours("uvloop"))
+
+
+@contextmanager
 def sidecar(upstream: str, folder: Path) -> Iterator[Side]:
     port, control = free_port(), free_port()
     command = [
