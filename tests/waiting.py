@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 
-def until(what: Callable[[], Any], timeout_s: float = 20, every_s: float = 0.02) -> Any:
+def until(what: Callable[[], Any], timeout_s: float = 60, every_s: float = 0.02) -> Any:
     """The first true value of `what`; a failed assert or connection counts as not yet."""
     deadline = time.monotonic() + timeout_s
     while True:

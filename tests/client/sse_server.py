@@ -123,17 +123,21 @@ class SseServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(5)
+        assert started.wait(30)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(5)
+        self.soon(self._stop.set)
+        self._thread.join(30)
         assert not self.errors, self.errors
 
     @property
     def url(self) -> str:
         return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
+
+    def soon(self, call: Callable[[], object]) -> None:
+        """Calls it in the server's loop."""
+        self._loop.call_soon_threadsafe(call)
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

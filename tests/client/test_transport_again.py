@@ -244,94 +244,84 @@ def test_a_full_disk_breaks_nothing_and_every_loss_is_counted(tmp_path: Path, re
 
 
 @contextmanager
-def slow_disk(events: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every write to a file below takes so long, as on a disk that is busy with something else."""
-    write = os.write
+def silent_disk(events: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No write to a file below comes back before the event is set, as on a disk that is busy with something else."""
+    write, answers = os.write, threading.Event()
+    gave_up: list[int] = []
 
-    def slow(fd: int, data: bytes) -> int:
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(events)):
-            time.sleep(seconds)
+    def silent(fd: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(events)) and not answers.wait(30):
+            gave_up.append(fd)
         return write(fd, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", slow)
-        yield
+        patch.setattr(os, "write", silent)
+        try:
+            yield answers
+        finally:
+            answers.set()
+    assert not gave_up
 
 
 def test_a_disk_that_answers_late_holds_up_no_call_no_loop_and_loses_nothing(
     tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    took: list[float] = []
-
     async def use(client: httpx.AsyncClient, url: str) -> None:
-        with slow_disk(tmp_path, 0.4, monkeypatch):
+        with silent_disk(tmp_path, monkeypatch) as answers:
             for _ in range(3):
-                begun = time.monotonic()
                 assert b"[DONE]" in (await client.post(url, json=BODY)).content
-                took.append(time.monotonic() - begun)
+            assert recorded(tmp_path)["begin"] == []
+            answers.set()
+            until(lambda: len(recorded(tmp_path)["begin"]) == 3)
 
     run_async(tokens(3, gap_s=0.02), tmp_path, use)
-    assert max(took) < 0.3, took  # 40 ms of the server's; one write alone takes 400
     records = recorded(tmp_path)
     assert ends(records) == [("completed", "")] * 3 and receipts(records) == 9
-    assert max(end["loop_lag_max_ns"] for end in records["end"]) < 300 * MS
 
 
 def test_many_calls_begun_at_once_wait_for_a_silent_disk_once_and_again_when_it_answers(
     tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = threading.Event()
-    answers.set()
-    write = os.write
-
-    def silent(fd: int, data: bytes) -> int:
-        if os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path)):
-            assert answers.wait(20)
-        return write(fd, data)
-
     def answer(_: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"choices": []})
 
-    async def main() -> None:
-        transport = AsyncReceiptTransport(tmp_path, CONTRACT, inner=httpx.MockTransport(answer))
-        answers.clear()
+    async def main(answers: threading.Event) -> None:
 
         async def call() -> None:
             request = httpx.Request("POST", "http://any/v1/completions", json=BODY)
             await (await transport.handle_async_request(request)).aclose()
 
         calls = [asyncio.create_task(call()) for _ in range(100)]
+        monkeypatch.setattr("sloscope.client.receipt_log.BEGIN_PATIENCE_S", 0.2)
         begun = time.monotonic()
         await asyncio.gather(*calls)
         took = time.monotonic() - begun
-        assert 0.005 <= took < 0.4  # one patience of 5 ms; a hundred of them are 500
+        assert 0.2 <= took < 10  # one patience; a hundred of them are 20 s
         assert recorded(tmp_path)["begin"] == []
         answers.set()
-        until(lambda: len(recorded(tmp_path)["begin"]) == 100, 10)
+        until(lambda: len(recorded(tmp_path)["begin"]) == 100)
         # Nothing is late any more, so a begin is on disk again before its request goes on, also on a busy machine.
-        monkeypatch.setattr("sloscope.client.receipt_log.BEGIN_PATIENCE_S", 10.0)
+        monkeypatch.setattr("sloscope.client.receipt_log.BEGIN_PATIENCE_S", 30.0)
         for count in range(101, 111):
             await call()
             assert len(recorded(tmp_path)["begin"]) == count
         await transport.aclose()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", silent)
-        try:
-            asyncio.run(main())
-        finally:
-            answers.set()
+    transport = AsyncReceiptTransport(tmp_path, CONTRACT, inner=httpx.MockTransport(answer))
+    with silent_disk(tmp_path, monkeypatch) as answers:
+        asyncio.run(main(answers))
 
 
 def test_a_client_that_closes_waits_two_seconds_for_a_disk_and_the_record_comes_after(
     tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with SseServer(tokens(1)) as server, slow_disk(tmp_path, 3.0, monkeypatch):
+    with SseServer(tokens(1)) as server:
         transport = ReceiptTransport(tmp_path, CONTRACT)
         client = httpx.Client(transport=transport)
-        client.post(url_of(server), json=BODY)
-        begun = time.monotonic()
-        client.close()
-        assert 1.9 < time.monotonic() - begun < 2.9
-    until(lambda: ends(recorded(tmp_path)) == [("completed", "")], 15)
+        with silent_disk(tmp_path, monkeypatch):
+            client.post(url_of(server), json=BODY)
+            begun = time.monotonic()
+            client.close()
+            assert 1.9 < time.monotonic() - begun < 20
+    until(lambda: ends(recorded(tmp_path)) == [("completed", "")])
     assert transport.observer_errors == 0, transport.last_error

@@ -17,6 +17,7 @@ from sloscope import contract as contracts
 from sloscope.client import AsyncReceiptTransport, ReceiptTransport, stop_reason
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, base, tokens
+from tests.client.transport_use import Reads
 
 Recorded = Callable[[Path], Records]
 CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
@@ -80,16 +81,18 @@ def test_async_non_streaming_and_retries(tmp_path: Path, recorded: Recorded) -> 
 
 
 def test_an_async_call_that_is_refused_comes_again_and_a_stream_that_breaks_does_not(
-    tmp_path: Path, recorded: Recorded
+    tmp_path: Path, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reads = Reads(monkeypatch)
+
     async def script(asked: Asked, reply: Reply) -> None:
         if asked.number == 0:
             await reply.json(429, {"error": {"message": "busy"}}, {"retry-after-ms": "20"})
             return
         await reply.stream()
-        await reply.text()
-        await reply.text()
-        await asyncio.sleep(0.05)
+        for number in (1, 2):
+            await reply.text()
+            await reads.reach(number)
         reply.reset()
 
     async def use(client: openai.AsyncOpenAI) -> None:
@@ -128,7 +131,7 @@ def test_a_cancelled_task_is_a_disconnect_unless_a_reason_is_said(tmp_path: Path
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reading(), 0.2)
 
-    run_async(tokens(2, gap_s=5.0), tmp_path, use)
+    run_async(tokens(2, gap_s=60), tmp_path, use)
     assert [(end["outcome"], end["reason"]) for end in recorded(tmp_path)["end"]] == [
         ("cancelled", "disconnect"),
         ("cancelled", "client_timeout"),

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from sloscope import contract as contracts
 from sloscope.client import AsyncReceiptTransport, ReceiptTransport
+from sloscope.client.recorder import RequestRecorder
 from tests.client.conftest import Records
 from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
 
@@ -22,6 +24,24 @@ CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "p", "stream": True}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "p"}]}
 ENDLESS = tokens(1000, gap_s=0.01)
+
+
+class Reads:
+    """Counts what all recorders were given, so that a server can wait until what it wrote was read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._count = 0
+        receive = RequestRecorder.receive
+
+        def counted(recorder: RequestRecorder, t_ns: int, data: bytes) -> None:
+            receive(recorder, t_ns, data)
+            self._count += 1
+
+        monkeypatch.setattr(RequestRecorder, "receive", counted)
+
+    async def reach(self, count: int) -> None:
+        while self._count < count:
+            await asyncio.sleep(0.001)
 
 
 def held_back(release: threading.Event) -> Script:
