@@ -52,7 +52,7 @@ def test_a_record_that_nothing_follows_is_written_without_being_asked_for(tmp_pa
     async def test() -> None:
         journal = recorder(tmp_path)
         journal.put_later(record(1))
-        for _ in range(200):
+        for _ in range(3000):
             if written(tmp_path) == [1]:
                 break
             await asyncio.sleep(0.02)

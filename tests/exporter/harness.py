@@ -198,7 +198,7 @@ class Bench:
         await client.send(request(body, *headers, path=path))
         return await client.response()
 
-    async def until(self, what: Callable[[], Any], timeout_s: float = 5) -> Any:
+    async def until(self, what: Callable[[], Any], timeout_s: float = 30) -> Any:
         async with asyncio.timeout(timeout_s):
             while not (value := what()):
                 await asyncio.sleep(0.005)
@@ -306,7 +306,7 @@ async def bench(
             await asyncio.sleep(0.01)
 
 
-def run(test: Coroutine[Any, Any, None], timeout_s: float = 20) -> None:
+def run(test: Coroutine[Any, Any, None], timeout_s: float = 60) -> None:
     async def limited() -> None:
         async with asyncio.timeout(timeout_s):
             await test

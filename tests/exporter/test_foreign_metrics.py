@@ -350,7 +350,7 @@ async def engine(script: Script):  # type: ignore[no-untyped-def]
         await server.stop()
 
 
-async def until(what: Callable[[], Any], timeout_s: float = 5) -> Any:
+async def until(what: Callable[[], Any], timeout_s: float = 30) -> Any:
     async with asyncio.timeout(timeout_s):
         while not (found := what()):
             await asyncio.sleep(0.01)

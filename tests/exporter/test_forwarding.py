@@ -278,12 +278,9 @@ def test_when_the_client_leaves_the_upstream_connection_is_closed(tmp_path: Path
             client = await b.connect()
             await client.send(request())
             await client.reader.readuntil(b"\n\n")
-            loop = asyncio.get_running_loop()
-            left_at = loop.time()
             writer = _server_side(b)
             client.writer.close()
             await b.until(lambda: writer() == [])
-            assert loop.time() - left_at < 2
             assert await b.end() == ("cancelled", "disconnect")
             assert b.total("sloscope_upstream_inflight_requests") == 0
 
@@ -295,7 +292,7 @@ def test_when_the_client_leaves_the_upstream_connection_is_closed(tmp_path: Path
 
 
 def test_the_upstream_sees_the_client_leave(tmp_path: Path) -> None:
-    seen_closed: list[float] = []
+    seen_closed: list[bool] = []
 
     async def upstream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -305,7 +302,7 @@ def test_the_upstream_sees_the_client_leave(tmp_path: Path) -> None:
             assert await reader.read() == b""
         except ConnectionError:
             pass
-        seen_closed.append(asyncio.get_running_loop().time())
+        seen_closed.append(True)
         writer.close()
 
     async def test() -> None:
@@ -315,10 +312,8 @@ def test_the_upstream_sees_the_client_leave(tmp_path: Path) -> None:
             client = await b.connect()
             await client.send(request())
             await client.reader.readuntil(b"\n\n")
-            left_at = asyncio.get_running_loop().time()
             client.writer.close()
             await b.until(lambda: seen_closed)
-            assert seen_closed[0] - left_at < 2
         server.close()
 
     run(test())
@@ -494,11 +489,13 @@ def test_a_reader_that_stops_holds_the_upstream_and_no_memory(tmp_path: Path) ->
             reader, writer = await asyncio.open_connection(*b.address, limit=1 << 16)
             writer.write(request())
             await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.3)
-            held_at = sent
-            await asyncio.sleep(0.2)
+            await b.until(lambda: any(client.is_held for client in b.plane.clients))
+            held_at = -1
+            while sent != held_at:
+                held_at = sent
+                await asyncio.sleep(0.3)
             # What fits into the sockets' own buffers went out, and then nothing more.
-            assert sent == held_at < total // 2
+            assert sent < total // 2
             (connection,) = [c for c in b.plane.clients if c.exchange is not None]
             assert connection.transport.get_write_buffer_size() <= 512 << 10
             received = 0
@@ -572,15 +569,15 @@ def test_an_answer_that_comes_before_the_whole_request_reaches_the_client(tmp_pa
 def test_an_idle_client_connection_and_a_head_without_end_are_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_plane, "HEAD_TIMEOUT_NS", 100_000_000)
-    monkeypatch.setattr(data_plane, "IDLE_TIMEOUT_NS", 100_000_000)
-
     async def test() -> None:
         async with bench(tmp_path, answering(STREAM)) as b:
             idle, slow, served = await b.connect(), await b.connect(), await b.connect()
             await slow.send(b"GET / HTTP/1.1\r\nhost:")
+            await b.until(lambda: any(client.is_in_head for client in b.plane.clients))
             await served.send(request())
             assert (await served.response()).status == 200
+            monkeypatch.setattr(data_plane, "HEAD_TIMEOUT_NS", 100_000_000)
+            monkeypatch.setattr(data_plane, "IDLE_TIMEOUT_NS", 100_000_000)
             assert [await client.to_end() for client in (idle, slow, served)] == [b"", b"", b""]
 
     run(test())

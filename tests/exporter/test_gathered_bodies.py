@@ -163,7 +163,7 @@ def test_a_request_whose_body_was_let_go_is_not_hedged(tmp_path: Path, monkeypat
         await answering(event(), finish(), DONE)(seen, writer)
 
     async def test() -> None:
-        async with beside(tmp_path, slow, slow, hedge_after="500ms", hedge_max_share=1.0) as (b, first, second):
+        async with beside(tmp_path, slow, slow, hedge_after="1s", hedge_max_share=1.0) as (b, first, second):
             clients = []
             for number, size in enumerate((60_000, 50_000)):
                 clients.append(await b.connect())

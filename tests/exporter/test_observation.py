@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -80,19 +81,23 @@ def test_a_disk_that_does_not_answer_delays_a_request_by_five_milliseconds_and_i
             await b.until(lambda: b.plane.recorder._writer is not None)
             writer = b.plane.recorder._writer
             assert writer is not None
-            flush = writer.flush
+            flush, answers, gave_up = writer.flush, threading.Event(), []
 
-            def slow_flush() -> bool:
-                time.sleep(0.5)
+            def silent_flush() -> bool:
+                if not answers.wait(30):
+                    gave_up.append(True)
                 return flush()
 
-            writer.flush = slow_flush  # type: ignore[method-assign]
+            writer.flush = silent_flush  # type: ignore[method-assign]
             began = asyncio.get_running_loop().time()
             answer = await b.ask()
             took = asyncio.get_running_loop().time() - began
-            assert answer.status == 200 and 0.0045 <= took < 0.45  # a timer may fire within its resolution
+            assert answer.status == 200 and took >= 0.0045  # a timer may fire within its resolution
             assert b.total("sloscope_journal_late_begins_total") == 1
+            assert b.records("begin") == []
+            answers.set()
             assert await b.end() == ("completed", "")  # late, and not lost
+            assert not gave_up
 
     run(test())
 
@@ -102,16 +107,15 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
 ) -> None:
     parsed_ns: list[int] = []
 
-    def slow_loads(data: bytes) -> Any:
+    def loads(data: bytes) -> Any:
         parsed_ns.append(time.monotonic_ns())
-        time.sleep(0.2)
         return orjson.loads(data)
 
-    class SlowRecord(observation.StreamRecord):
-        def __init__(self, loads: object, max_body_bytes: int) -> None:
-            super().__init__(slow_loads, max_body_bytes)
+    class TimedRecord(observation.StreamRecord):
+        def __init__(self, _: object, max_body_bytes: int) -> None:
+            super().__init__(loads, max_body_bytes)
 
-    monkeypatch.setattr(observation, "StreamRecord", SlowRecord)
+    monkeypatch.setattr(observation, "StreamRecord", TimedRecord)
 
     async def test() -> None:
         async with bench(tmp_path, answering(event(), finish(), DONE)) as b:
@@ -120,7 +124,6 @@ def test_stamps_are_taken_at_the_read_before_forwarding_and_parsing(
             (chunks,) = b.records("chunks")
             (received,), (forwarded,) = chunks["t_ns"], chunks["forwarded_ns"]
             assert received <= forwarded <= parsed_ns[0]
-            assert forwarded - received < 150_000_000  # the 200 ms of the parser are not in it
 
     run(test())
 
@@ -152,9 +155,10 @@ def test_what_the_head_of_a_response_says_is_understood_after_it_was_forwarded(
             assert (end["http_status"], end["server_timing"]) == (200, {"gateway": 40_000_000})
             (chunks,) = b.records("chunks")
             (received,), (forwarded,) = chunks["t_ns"], chunks["forwarded_ns"]
-            assert len(understood_ns) == 2 and forwarded <= min(understood_ns)
-            assert forwarded - received < 150_000_000  # the 400 ms of the two are not in it
-            assert b.total("sloscope_sidecar_added_seconds_sum") < 0.15
+            assert len(understood_ns) == 2 and received <= forwarded <= min(understood_ns)
+            # The 400 ms of the two are not in it.
+            (begin,) = b.records("begin")
+            assert b.total("sloscope_sidecar_added_seconds_sum") <= (min(understood_ns) - begin["arrived_ns"]) / 1e9
 
     run(test())
 
@@ -561,7 +565,7 @@ def test_offered_is_ended_plus_open_at_every_snapshot(tmp_path: Path) -> None:
     run(test())
 
 
-def test_receipts_of_a_long_stream_are_on_disk_within_about_a_second(tmp_path: Path) -> None:
+def test_receipts_of_a_long_stream_are_on_disk_before_its_end(tmp_path: Path) -> None:
     release = asyncio.Event()
 
     async def script(_: Seen, writer: asyncio.StreamWriter) -> None:
@@ -572,7 +576,7 @@ def test_receipts_of_a_long_stream_are_on_disk_within_about_a_second(tmp_path: P
     async def test() -> None:
         async with bench(tmp_path, script) as b:
             asking = asyncio.create_task(b.ask())
-            await b.until(lambda: b.records("chunks"), timeout_s=2)
+            await b.until(lambda: b.records("chunks"))
             assert b.records("end") == []
             release.set()
             await asking

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from exporter import upstream as upstream_module
 from exporter.settings import parse_upstream
 from exporter.upstream import Pool, Upstreams, Work, estimate
 from sloscope.clock import FakeClock
@@ -214,7 +215,10 @@ def test_six_short_answers_go_around_one_that_is_long(tmp_path: Path, balance: s
     run(test())
 
 
-def test_a_dead_upstream_costs_no_request_and_is_used_again_once_it_lives(tmp_path: Path) -> None:
+def test_a_dead_upstream_costs_no_request_and_is_used_again_once_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upstream_module, "_FIRST_REST_NS", 60 * NS_PER_S)
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
 
@@ -231,7 +235,7 @@ def test_a_dead_upstream_costs_no_request_and_is_used_again_once_it_lives(tmp_pa
             assert went == [(url, other), (other, None), (other, None)]
             back = ScriptedUpstream(WHOLE)
             await back.start(port)
-            await asyncio.sleep(0.3)  # its rest after one refusal is 250 ms
+            b.plane.upstreams.pools[0].rests_until_ns = 0
             assert [(await b.ask()).status for _ in range(4)] == [200] * 4
             assert len(back.seen) == 2 and b.total("sloscope_upstream_up", upstream=url) == 1
             await back.stop()

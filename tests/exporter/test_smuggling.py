@@ -340,7 +340,7 @@ def test_a_flood_of_blank_lines_keeps_nobody_waiting(tmp_path: Path) -> None:
             began = loop.time()
             await other.send(request())
             assert (await other.response()).status == 200
-            assert loop.time() - began < 1  # taken away one at a time, each would move all that follow
+            assert loop.time() - began < 20  # taken away one at a time, each would move all that follow: minutes
             await flooding.send(request())
             assert (await flooding.response()).status == 200
 

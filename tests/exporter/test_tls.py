@@ -152,7 +152,7 @@ def test_a_client_that_leaves_is_seen_by_an_https_upstream(tmp_path: Path) -> No
             await client.reader.readuntil(b"\n\n")
             assert left == []
             await client.close()
-            await b.until(lambda: left, timeout_s=2)
+            await b.until(lambda: left)
             assert await b.end() == ("cancelled", "disconnect")
 
     run(test())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -21,7 +22,8 @@ from sloscope.definitions import Summary, event_gaps_ns, judge, nearest_rank, to
 from sloscope.demo.processes import ask
 from sloscope.journal import Tail, journal_files, read_journal
 from sloscope.stream_record import StreamRecord
-from tests.client.sse_server import SseServer, tokens
+from tests.client.sse_server import SseServer
+from tests.client.transport_use import held_back
 
 MS = 1_000_000
 PAGE = Path(__file__).parents[2] / "docs" / "client.md"
@@ -222,12 +224,15 @@ def test_the_share_of_requests_that_a_late_loop_touched_is_one_line_of_sql(tmp_p
         async with httpx.AsyncClient(transport=AsyncReceiptTransport(tmp_path, from_shorthand("ttft:300"))) as client:
             for number in range(4):
                 asking = asyncio.create_task(client.post(url, json={"stream": True}))
-                await asyncio.sleep(0.05)
+                while len(server.asked) == number:
+                    await asyncio.sleep(0.001)
                 if number == 0:
                     time.sleep(0.3)  # on the loop
+                    released.set()
                 await asking
 
-    with SseServer(tokens(5, gap_s=0.03)) as server:
+    released = threading.Event()
+    with SseServer(held_back(released)) as server:
         asyncio.run(ask_four(f"{server.url}/v1/completions"))
     (row,) = json.loads(ask("sql", shown[1], "--events", str(tmp_path), "--format", "json"))
     lags = [end["loop_lag_max_ns"] for end in recorded_ends(tmp_path)]

@@ -25,7 +25,7 @@ class Served:
         command = [*SLOSCOPE, "serve", "--listen", "127.0.0.1:0", "--events", str(self.events), "--threads", "1"]
         self.child = Child("serve", [*command, *arguments], directory)
         weakref.finalize(self, self.child.stop)  # a test that fails leaves no server behind
-        self.url = self.child.wait_for(r"^serving \S+ on (http://127\.0\.0\.1:\d+)", 30)[1]
+        self.url = self.child.wait_for(r"^serving \S+ on (http://127\.0\.0\.1:\d+)", 60)[1]
         self.port = int(self.url.rpartition(":")[2])
 
     def post(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
@@ -45,7 +45,7 @@ class Served:
     def journal(self) -> list[Record]:
         return journal_of(self.events)
 
-    def wait_for_end(self, request_id: str, timeout_s: float = 10) -> Record:
+    def wait_for_end(self, request_id: str, timeout_s: float = 60) -> Record:
         return until(lambda: next(iter(self.records("end", request_id)), None), timeout_s)
 
     def metrics(self) -> dict[str, float]:

@@ -56,6 +56,7 @@ def fill(rig: FrontRig, key: str) -> None:
 
 def test_a_disk_that_does_not_answer_holds_up_no_stream_and_a_new_request_by_five_milliseconds(rig: FrontRig) -> None:
     client, key = begun(rig)
+    late_before = rig.metric("sloscope_journal_late_begins_total")  # on a busy machine the first may be late
     disk, flush = threading.Event(), rig.journal_writer.flush
 
     def stuck() -> bool:
@@ -68,7 +69,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_stream_and_a_new_request_by_fiv
     rig.give(key, text="!")
     client.read(until=b'"text":"!"')
     assert rig.records("begin", late_key) == []
-    assert rig.metric("sloscope_journal_late_begins_total") == 1
+    assert rig.metric("sloscope_journal_late_begins_total") == late_before + 1
     disk.set()
     late.leave("close")
     assert rig.end_of(late_key)["outcome"] == "cancelled"
@@ -331,7 +332,7 @@ def test_who_has_the_whole_answer_may_leave_as_it_likes(rig: FrontRig) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"], ids=["nothing", "half a head"])
 def test_who_sends_no_head_is_closed_after_a_while(rig: FrontRig, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr("reference_server.app.HEAD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("reference_server.app.HEAD_TIMEOUT_S", 0.3)
     silent = rig.client()
     if sent:
         silent.send(sent)
@@ -339,7 +340,7 @@ def test_who_sends_no_head_is_closed_after_a_while(rig: FrontRig, monkeypatch: p
     # Half of a second head while the first answer runs costs nobody that answer.
     client, key = begun(rig)
     client.send(b"POST /v1/completions HTTP/1.1\r\n")
-    time.sleep(0.3)
+    time.sleep(0.6)
     rig.give(key, finish="length")
     client.read(until=b"[DONE]")
     assert rig.end_of(key)["outcome"] == "completed"

@@ -218,7 +218,7 @@ def test_no_engine_outlives_a_front_end_that_was_killed(tmp_path: Path) -> None:
     running.read_head()
     next(running.events())
     served.child.process.kill()
-    until(lambda: not alive(engine), 5)
+    until(lambda: not alive(engine))
     running.close()
     assert served.stop() == -signal.SIGKILL
     until(lambda: not any(is_live(path) for path in journal_files(served.events)))

@@ -315,12 +315,12 @@ def test_a_stall_that_cannot_be_is_refused(served: Served, body: object, line: s
 
 
 def test_a_stall_of_the_decoder_over_http_is_in_a_gap_between_two_tokens(served: Served) -> None:
-    assert httpx.post(f"{served.url}/faults", json={"stall_ms": 150, "decoding": True}).status_code == 200
+    assert httpx.post(f"{served.url}/faults", json={"stall_ms": 500, "decoding": True}).status_code == 200
     started_ns = time.monotonic_ns()
     events = served.stream(max_tokens=3).whole()
-    assert texts(events) and time.monotonic_ns() - started_ns >= 150_000_000
+    assert texts(events) and time.monotonic_ns() - started_ns >= 500_000_000
     gaps = [later.at_ns - earlier.at_ns for earlier, later in pairwise(event for event in events if event.text)]
-    assert max(gaps) >= 100_000_000
+    assert max(gaps) >= 100_000_000  # the receipt before the stall may be late
 
 
 def test_every_engine_metric_is_there_from_the_start_and_no_receipt_name(served: Served) -> None:
