@@ -12,8 +12,9 @@ from tests.end_to_end.support import need
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 RUNS = 50
-# A busy machine can stop a process for a tenth of a second, which then is late for a reason of its own.
-STRAY = 2
+# A busy machine can stop a process for a tenth of a second, which then is late for a reason of its own. One kind is
+# never taken for another for all that.
+STRAY = 10
 
 
 def test_buffers_and_stalls_are_told_apart(tmp_path: Path) -> None:
