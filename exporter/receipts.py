@@ -172,11 +172,13 @@ class Receipts:
         intended_ns = _int(receipt, "intended_ns")
         if intended_ns is not None and intended_ns > send_ns:
             raise ReceiptError("stamps", f"intended_ns: {intended_ns} is after send_ns, {send_ns}")
-        if receipt.get("recorded") not in (None, True, False):
+        anchor = _anchor(receipt)
+        recorded = receipt.get("recorded")
+        if recorded is not None and type(recorded) is not bool:  # to `in`, 1 is true and 0.0 false
             raise ReceiptError("malformed", "recorded: accepted: true or false")
-        n_choices = _int(receipt, "n_choices", 1) or 1
-        if n_choices > _MAX_CHOICES:
-            raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: at most {_MAX_CHOICES}")
+        n_choices = _int(receipt, "n_choices", 1)
+        if n_choices is None or not 1 <= n_choices <= _MAX_CHOICES:
+            raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: 1 to {_MAX_CHOICES}")
         t_ns, choice, types, tokens = _events(receipt, send_ns)
         if not t_ns and end.outcome == "completed" and receipt.get("end_ns") is None:
             # Without it the answer would have taken no time.
@@ -186,6 +188,7 @@ class Receipts:
         if end_ns < (max(t_ns) if t_ns else send_ns):
             raise ReceiptError("stamps", f"end_ns: {end_ns} is before the last receipt or the send")
         streaming = receipt.get("streaming", True)
+        clock_id = receipt.get("clock_id")
         begin = _checked(
             records.make(
                 "begin",
@@ -193,7 +196,7 @@ class Receipts:
                 attempt=attempt or None,
                 observer="client",
                 role="client",
-                clock_id=receipt.get("clock_id") or self._clock.clock_id,
+                clock_id=self._clock.clock_id if clock_id is None else clock_id,
                 external_id=receipt.get("external_id"),
                 retry_of=receipt.get("retry_of"),
                 intended_ns=intended_ns,
@@ -242,8 +245,8 @@ class Receipts:
                 consumer_hold_ns=_int(receipt, "consumer_hold_ns"),
             )
         )
-        if receipt.get("recorded") is not True:
-            self._write(self._placed(receipt, [begin, *([chunks] if t_ns else []), finish], end_ns))
+        if not recorded:
+            self._write(self._placed(anchor, [begin, *([chunks] if t_ns else []), finish], end_ns))
         counted = source is not None and source != "assumed_one"
         event_tokens = known_event_tokens(tokens if known else None, len(t_ns), n_choices, total, counted)
         completed_ns = end_ns if end.outcome == "completed" else None
@@ -259,15 +262,16 @@ class Receipts:
         if row is None:
             accepted = ", ".join(self._contract.classes)
             raise ReceiptError("unknown_class", f"class: {str(name)[:40]!r} is unknown; accepted: {accepted}")
-        own = receipt.get("own_limits") or {}
-        limits = row.limits
+        own = receipt.get("own_limits")
+        if own is None:
+            own = {}
         if not isinstance(own, dict) or not all(
             name in _OWN_LIMITS and type(ns) is int and 0 < ns < 2**62 for name, ns in own.items()
         ):
             raise ReceiptError("malformed", "own_limits: accepted: an object of limit fields and whole ns above 0")
-        return Resolved(row.name, limits.overridden(own), own, known=True)
+        return Resolved(row.name, row.limits.overridden(own), own, known=True)
 
-    def _placed(self, receipt: Mapping[str, Any], written: list[Record], end_ns: int) -> list[Record]:
+    def _placed(self, anchor: dict[str, int] | None, written: list[Record], end_ns: int) -> list[Record]:
         """With the clock anchor that places foreign stamps on the wall: the one reported, else `end_ns` is now. So it
         is, too, if by the one reported the request is yet to end, or ended longer ago than a report can be late: a
         page's clock may be set to anything, and one request of 1970 would stretch every window to there.
@@ -282,12 +286,7 @@ class Receipts:
         if clock_id == self._clock.clock_id:
             return written
         just_now = {"mono_ns": end_ns, "wall_ns": now["wall_ns"]}
-        anchor = receipt.get("anchor") or just_now
-        if not isinstance(anchor, dict) or set(anchor) != {"mono_ns", "wall_ns"}:
-            raise ReceiptError("malformed", "anchor: accepted: an object of mono_ns and wall_ns")
-        for name in anchor:
-            if _int(anchor, name) is None:
-                raise ReceiptError("malformed", f"anchor: {name}: null; accepted: a whole number from 0, below 2^62")
+        anchor = anchor or just_now
         late_ns = now["wall_ns"] - (anchor["wall_ns"] + end_ns - anchor["mono_ns"])
         if not 0 <= late_ns <= _MOST_LATE_NS:
             anchor = just_now
@@ -339,6 +338,18 @@ def _counted(receipt: Mapping[str, Any], events: int) -> tuple[int | None, Any]:
     return (events, "assumed_one") if events else (None, None)
 
 
+def _anchor(receipt: Mapping[str, Any]) -> dict[str, int] | None:
+    anchor = receipt.get("anchor")
+    if anchor is None:
+        return None
+    if not isinstance(anchor, dict) or set(anchor) != {"mono_ns", "wall_ns"}:
+        raise ReceiptError("malformed", "anchor: accepted: an object of mono_ns and wall_ns")
+    for name in anchor:
+        if _int(anchor, name) is None:
+            raise ReceiptError("malformed", f"anchor: {name}: null; accepted: a whole number from 0, below 2^62")
+    return anchor
+
+
 def _check_labels(labels: object) -> None:
     """Their types are the record's business."""
     if isinstance(labels, dict) and (
@@ -357,6 +368,8 @@ def _check_texts(receipt: Mapping[str, Any]) -> None:
         text = receipt.get(name)
         if isinstance(text, str) and len(text) > _MAX_NAME:
             raise ReceiptError("malformed", f"{name}: {len(text)} characters; accepted: at most {_MAX_NAME}")
+    if receipt.get("clock_id") == "":
+        raise ReceiptError("malformed", "clock_id: ''; accepted: the name of a clock")
     retried = receipt.get("retry_of")
     if isinstance(retried, str) and not is_request_id(retried):
         raise ReceiptError("malformed", f"retry_of: {len(retried)} characters that are no 26-character ULID")
