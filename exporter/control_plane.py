@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse
 from exporter.engine_metrics import EngineMetrics
 from exporter.link import DataPlaneLink
 from exporter.questions import OutOfTimeError, Questions, parse_time_ns, published
-from exporter.receipts import MAX_BATCH, ReceiptError, ReceiptRate, Receipts
+from exporter.receipts import MAX_BATCH, OwnJournals, ReceiptError, ReceiptRate, Receipts
 from exporter.settings import Settings
 from sloscope import __version__
 from sloscope.clock import Clock, SystemClock
@@ -58,6 +58,7 @@ class ControlPlane:
             lambda: JournalWriter(Path(settings.events), "client", clock, encode),
             clock,
             ReceiptRate(clock, settings.receipts_rate, settings.receipts_burst),
+            OwnJournals(Path(settings.events)),
         )
         self.engines = EngineMetrics(settings, self.store, clock)
         self.questions = Questions(Path(settings.events), self.contract)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from exporter.families import ReceiptFamilies, known_event_tokens
@@ -14,7 +15,7 @@ from sloscope.definitions import Ended, summarise
 from sloscope.errors import RecordError, SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id
-from sloscope.journal import JournalWriter
+from sloscope.journal import JournalWriter, is_journal_name, writer_of
 from sloscope.records import OUTCOMES, OUTPUT_TYPES, TOKEN_SOURCES, Record
 from sloscope.units import NS_PER_S
 
@@ -36,13 +37,14 @@ _LATE = ("request_id", "attempt", "outcome", "reason", "observer")
 _FIELDS = (
     *_LATE, "clock_id", "send_ns", "intended_ns", "t_ns", "choice", "type", "tokens", "finish_reason", "end_ns",
     "prompt_tokens", "output_tokens", "token_source", "class", "model", "tenant", "streaming", "n_choices",
-    "max_tokens", "consumer_hold_ns", "loop_lag_max_ns", "http_status", "bytes", "labels", "recorded", "own_limits",
-    "external_id", "retry_of", "anchor",
+    "max_tokens", "consumer_hold_ns", "loop_lag_max_ns", "http_status", "bytes", "labels", "recorded", "journal",
+    "own_limits", "external_id", "retry_of", "anchor",
 )  # fmt: skip
 
 
 _BYTES_PER_RECEIPT = 2048  # so many more cost the time of another one
 _MAX_SENDERS = 10_000
+_MAX_WRITERS = 10_000
 
 
 class ReceiptRate:
@@ -71,6 +73,29 @@ class ReceiptRate:
             self._paid_until_ns.popitem(last=False)
 
 
+class OwnJournals:
+    """Which journal files of clients stand in this events directory. A writer that was seen once stays known, whatever
+    becomes of its files.
+    """
+
+    def __init__(self, events: Path, remembered: int = _MAX_WRITERS) -> None:
+        self._directory = events / "journal" / "client"
+        self._remembered = remembered
+        self._writers: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, name: str) -> bool:
+        path = self._directory / name
+        writer = writer_of(path)
+        if writer in self._writers:
+            return True
+        if not path.exists():
+            return False
+        self._writers[writer] = None
+        if len(self._writers) > self._remembered:
+            self._writers.popitem(last=False)
+        return True
+
+
 class ReceiptError(SloscopeError):
     """A receipt that is refused. `cause` is the label under which it is counted."""
 
@@ -90,6 +115,7 @@ class Receipts:
         open_writer: Callable[[], JournalWriter],
         clock: Clock,
         rate: ReceiptRate,
+        journals: OwnJournals,
     ) -> None:
         self._contract = contract
         self._store = store
@@ -99,6 +125,7 @@ class Receipts:
         self._writer: JournalWriter | None = None
         self._seen: OrderedDict[tuple[str, int, bool], None] = OrderedDict()
         self.rate = rate
+        self._journals = journals
         self.lost = 0
         for cause in CAUSES:
             store.init(_REJECTED, (cause,))
@@ -176,6 +203,7 @@ class Receipts:
         recorded = receipt.get("recorded")
         if recorded is not None and type(recorded) is not bool:  # to `in`, 1 is true and 0.0 false
             raise ReceiptError("malformed", "recorded: accepted: true or false")
+        is_recorded = self._is_recorded(receipt)
         n_choices = _int(receipt, "n_choices", 1)
         if n_choices is None or not 1 <= n_choices <= _MAX_CHOICES:
             raise ReceiptError("malformed", f"n_choices: {n_choices}; accepted: 1 to {_MAX_CHOICES}")
@@ -245,7 +273,7 @@ class Receipts:
                 consumer_hold_ns=_int(receipt, "consumer_hold_ns"),
             )
         )
-        if not recorded:
+        if not is_recorded:
             self._write(self._placed(anchor, [begin, *([chunks] if t_ns else []), finish], end_ns))
         counted = source is not None and source != "assumed_one"
         event_tokens = known_event_tokens(tokens if known else None, len(t_ns), n_choices, total, counted)
@@ -255,6 +283,16 @@ class Receipts:
             return  # excluded by rule, here as in every question
         labels = self._families.begun(resolved.class_name, receipt.get("model") or "", receipt.get("tenant") or "")
         self._families.ended(labels, end, summary, resolved, bool(streaming), t_ns, choice, event_tokens)
+
+    def _is_recorded(self, receipt: Mapping[str, Any]) -> bool:
+        """Whether its sender's own records stand in the directory that ours would."""
+        journal = receipt.get("journal")
+        if journal is not None and not (isinstance(journal, str) and is_journal_name(journal)):
+            raise ReceiptError(
+                "malformed",
+                f"journal: {str(journal)[:40]!r}; accepted: the file name of a journal, BOOT-PID-NS-N.jsonl",
+            )
+        return receipt.get("recorded") is True and (journal is None or journal in self._journals)
 
     def _resolve(self, receipt: Mapping[str, Any]) -> Resolved:
         name = receipt.get("class", self._contract.default_class)

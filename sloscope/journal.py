@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from sloscope.units import NS_PER_S
 
 CLOCK_EVERY_NS = 10 * NS_PER_S
 WALL_STEP_NS = 50_000_000  # a wall clock that moved this much against the monotonic one was stepped
+_NAME = re.compile(r"[0-9A-Za-z]{1,8}(-[0-9]{1,20}){3}\.jsonl")
 Encode = Callable[[Any], bytes]
 
 
@@ -193,6 +195,11 @@ class JournalWriter:
 def journal_files(events: Path) -> list[Path]:
     """Every journal file of the directory, oldest name first within an observer."""
     return sorted(path for path in (Path(events) / "journal").glob("*/*.jsonl") if path.is_file())
+
+
+def is_journal_name(name: str) -> bool:
+    """Whether a writer here calls its files so: no path is among them."""
+    return _NAME.fullmatch(name) is not None
 
 
 def writer_of(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exporter.receipts import _FIELDS, ReceiptRate, Receipts
+from exporter.receipts import _FIELDS, OwnJournals, ReceiptRate, Receipts
 from queries import reference
 from queries.runner import question, questions
 from reference_server.request import TRANSITIONS
@@ -204,7 +204,9 @@ def test_receipts_shown_are_taken(tmp_path: Path) -> None:
     promised, clock = contract.preset("exercise"), FakeClock()
     rate = ReceiptRate(clock, per_s=1000, burst=20_000)
     store = MetricStore("sidecar", promised)
-    receipts = Receipts(promised, store, lambda: JournalWriter(tmp_path, "client", clock), clock, rate)
+    receipts = Receipts(
+        promised, store, lambda: JournalWriter(tmp_path, "client", clock), clock, rate, OwnJournals(tmp_path)
+    )
     bodies = re.findall(r"v1/receipts .*?-d '(.*?)'", doc("sidecar.md"), re.S)
     assert len(bodies) == 2, "a whole receipt and a late reason"
     for body in bodies:
