@@ -39,6 +39,7 @@ class Attempt:
         self.body: Body | None = None
         self.receive: Receive = self._data_received  # what the socket brings, with its stamp
         self.events = 0  # output events that the work was lessened by
+        self._is_judged = False  # its pool knows how it answered
         self._head = b""
         self._connecting: asyncio.Task[None] | None = None
         self._sent_again = False
@@ -154,6 +155,8 @@ class Attempt:
                 self.exchange.informed(self, response)
                 continue
             self.response, self.body = response, response.body
+            if response.status >= 300:
+                self.answered(response.status < 500)
             rest, self._head = self._head, b""
             self.exchange.response_started(self, rest, now)
 
@@ -162,6 +165,12 @@ class Attempt:
         if events > self.events and not self.over:
             self.pool.progress(self.work, events - self.events)
             self.events = events
+
+    def answered(self, ok: bool) -> None:
+        """Known for good: the first word counts. Of requests that nobody observes the pool hears nothing."""
+        if self.exchange.is_observed and not self._is_judged:
+            self._is_judged = True
+            self.pool.answered(ok)
 
     def upstream_ended(self, error: Exception | None) -> None:
         """The upstream's end of the connection is closed; `error` when it was not closed in order."""

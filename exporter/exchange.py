@@ -147,6 +147,10 @@ class Exchange:
     # --- the request: from the client to the upstream
 
     @property
+    def is_observed(self) -> bool:
+        return self._observation is not None
+
+    @property
     def request_complete(self) -> bool:
         return self._head.body.complete
 
@@ -430,6 +434,8 @@ class Exchange:
         """The upstream has less to do by what came."""
         if self._leader is not None and self._observation is not None:
             self._leader.progressed(self._observation.about_events)
+            if self._observation.events:
+                self._leader.answered(True)
 
     def _filtered(self, payload: bytes, complete: bool) -> bytes:
         """The payload without what the client did not ask for, in the framing that it was promised."""
@@ -482,6 +488,7 @@ class Exchange:
         assert leader is not None and leader.response is not None
         keep = clean and leader.response.keep_alive and self.request_complete
         self._end_observation("eof")
+        leader.answered(True)
         self._close(keep_upstream=keep)
         self._client.exchange_over()
 
@@ -506,11 +513,15 @@ class Exchange:
 
     def attempt_failed(self, attempt: Attempt, text: str, transport: str) -> None:
         """It has no answer, not even a bad one."""
+        if transport != "connect_error":
+            attempt.answered(False)
         if not self._is_made_good(attempt, transport):
             self._fail(502, text, transport)
 
     def attempt_broke_off(self, attempt: Attempt, transport: str) -> None:
         """Its answer ended where HTTP says it must not."""
+        if self._leader is None:
+            attempt.answered(False)  # whose first output event would have decided
         if not self._is_made_good(attempt, transport) and not self.over:
             self._break_off(transport)
 
@@ -550,6 +561,8 @@ class Exchange:
         if self._filter is not None:
             self._client.transport.write(self._framed(self._filter.finish()))
         self._end_observation(transport)
+        if self._leader is not None:
+            self._leader.answered(self._observation is not None and self._observation.events > 0)
         self._close(keep_upstream=False)
         if endless:
             # A close would look like the end of the body.

@@ -22,8 +22,9 @@ CONNECT_TIMEOUT_S = 5.0
 IDLE_NS = 4 * NS_PER_S
 _MAX_IDLE = 256
 _ONE_LOOK_S = 0.001  # a timer this far away runs after the sockets were looked at once more
-_FIRST_REST_NS = NS_PER_S // 4  # for which an upstream is left alone after a connect that failed
+_FIRST_REST_NS = NS_PER_S // 4  # for which an upstream is left alone after a connect that failed, or bad answers
 _LONGEST_REST_NS = 16 * NS_PER_S
+_BAD_IN_A_ROW = 3  # answers: one alone can be the request's own fault
 _BYTES_PER_TOKEN = 4  # of a request body, text and JSON around it: about what English takes
 _UNTOLD_OUTPUT = 256  # tokens, where a request names no maximum
 _MOST_TOKENS = 1 << 24  # what one request may count for, whatever it says
@@ -152,16 +153,18 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """One upstream: its connections, what is outstanding there, and whether it could be reached lately."""
+    """One upstream: its connections, what is outstanding there, and how connects and answers went lately."""
 
     def __init__(self, upstream: Upstream, tls: ssl.SSLContext | None, store: MetricStore, clock: Clock) -> None:
         self.upstream = upstream
         self.clock = clock
         self.requests = 0
         self.tokens = 0
-        self.up = True
-        self.rests_until_ns = 0  # while it is not up: when one request may try it again
+        self.up = True  # by the last connect
+        self.rests_until_ns = 0  # while it rests: when one request may try it again
         self._failures = 0  # connects that failed in a row
+        self._bad = 0  # answers that failed in a row; those that were under way when its rest began count once
+        self._is_tried = True  # by a request whose answer counts
         self._tls = tls
         self._store = store
         self._idle: list[UpstreamConnection] = []
@@ -193,13 +196,36 @@ class Pool:
 
     # --- health
 
+    @property
+    def rests(self) -> bool:
+        """It is left alone as long as another one may be tried."""
+        return not self.up or self._bad >= _BAD_IN_A_ROW
+
     def may_be_tried(self, now: int) -> bool:
-        return self.up or now >= self.rests_until_ns
+        return not self.rests or now >= self.rests_until_ns
 
     def chosen(self, now: int) -> None:
-        if not self.up:
+        if self.rests:
             # One request finds out. Until it knows, the others stay away.
+            self._is_tried = True
             self.rests_until_ns = now + int(CONNECT_TIMEOUT_S * NS_PER_S)
+
+    def answered(self, ok: bool) -> None:
+        """How an answer went. Not ok: its status was 5xx, or it broke off before a first output event. Who fails at
+        once has the least outstanding work, and would be chosen again and again.
+        """
+        if ok:
+            self._bad = 0
+        elif self._is_tried or not self.rests:
+            self._bad += 1
+            if self._bad >= _BAD_IN_A_ROW:
+                self._is_tried = False
+                self._rest(self._bad - _BAD_IN_A_ROW)
+
+    def _rest(self, earlier: int) -> None:
+        """Each of `earlier` rests in a row has doubled the next one."""
+        rest_ns = min(_FIRST_REST_NS << min(earlier, 10), _LONGEST_REST_NS)
+        self.rests_until_ns = self.clock.monotonic_ns() + rest_ns
 
     # --- connections
 
@@ -232,9 +258,8 @@ class Pool:
                 )
         except (OSError, ValueError):
             self.up = False
-            rest_ns = min(_FIRST_REST_NS << min(self._failures, 10), _LONGEST_REST_NS)
+            self._rest(self._failures)
             self._failures += 1
-            self.rests_until_ns = self.clock.monotonic_ns() + rest_ns
             raise
         self.up = True
         self._failures = 0
@@ -283,8 +308,8 @@ class Upstreams:
         return self._take(min(left, key=lambda pool: pool.rests_until_ns), now) if left else None
 
     def choose_up(self, excluded: Collection[Pool]) -> Pool | None:
-        """As `choose`, of those only that are known to be up."""
-        left = [pool for pool in self.pools if pool.up and pool not in excluded]
+        """As `choose`, of those only that do not rest."""
+        left = [pool for pool in self.pools if not pool.rests and pool not in excluded]
         return self._take(min(left, key=self._load), self._clock.monotonic_ns()) if left else None
 
     def _load(self, pool: Pool) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from sloscope.clock import FakeClock
 from sloscope.exposition import MetricStore
 from sloscope.units import NS_PER_S
 from tests.exporter.harness import (
+    ASK,
     DONE,
     STREAM_HEAD,
     Bench,
@@ -164,6 +165,60 @@ def test_where_all_rest_the_one_whose_rest_ends_first_is_tried_anyway(monkeypatc
     assert upstreams.choose([a, b]) is None
 
 
+def fail(pool: Pool, times: int) -> None:
+    for _ in range(times):
+        pool.answered(False)
+
+
+def test_three_bad_answers_in_a_row_are_a_rest_and_two_are_none() -> None:
+    clock = FakeClock()
+    sick, busy = pools(2, clock)
+    upstreams = Upstreams([sick, busy], clock)
+    busy.begin(Work(10, 90))
+    fail(sick, 2)
+    sick.answered(True)
+    fail(sick, 2)
+    assert upstreams.choose() is sick
+    fail(sick, 1)
+    assert (sick.up, sick.rests, sick.rests_until_ns - clock.monotonic_ns()) == (True, True, NS_PER_S // 4)
+    assert upstreams.choose() is busy
+    assert upstreams.choose_up([busy]) is None, "a hedge goes to nobody that may fail"
+    sick.answered(True)  # of a request that was under way
+    assert upstreams.choose() is sick
+
+
+def test_a_bad_answer_after_a_rest_doubles_it_and_a_good_one_ends_it() -> None:
+    clock = FakeClock()
+    sick, busy = pools(2, clock)
+    upstreams = Upstreams([sick, busy], clock)
+    busy.begin(Work(10, 90))
+    fail(sick, 3)
+    rests = []
+    for _ in range(8):
+        fail(sick, 5)  # that were under way when its rest began: they say nothing new
+        rests.append((sick.rests_until_ns - clock.monotonic_ns()) / NS_PER_S)
+        clock.advance(sick.rests_until_ns - clock.monotonic_ns())
+        assert [upstreams.choose() for _ in range(3)] == [sick, busy, busy], "one request finds out"
+        fail(sick, 1)
+    assert rests == [0.25, 0.5, 1, 2, 4, 8, 16, 16]
+    clock.advance(16 * NS_PER_S)
+    assert upstreams.choose() is sick
+    sick.answered(True)
+    assert not sick.rests and upstreams.choose() is sick
+    fail(sick, 3)
+    assert sick.rests_until_ns - clock.monotonic_ns() == NS_PER_S // 4
+
+
+def test_where_nobody_else_is_there_or_all_rest_bad_answers_keep_nobody_from_being_asked() -> None:
+    clock = FakeClock()
+    a, b = pools(2, clock)
+    fail(a, 50)
+    assert Upstreams([a], clock).choose() is a
+    fail(b, 3)
+    upstreams = Upstreams([a, b], clock)
+    assert {upstreams.choose(), upstreams.choose()} == {a, b}
+
+
 # --- on sockets
 
 
@@ -239,5 +294,122 @@ def test_a_dead_upstream_costs_no_request_and_is_used_again_once_it_lives(
             assert [(await b.ask()).status for _ in range(4)] == [200] * 4
             assert len(back.seen) == 2 and b.total("sloscope_upstream_up", upstream=url) == 1
             await back.stop()
+
+    run(test())
+
+
+async def fails_at_once(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def refuses_the_request(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}")
+
+
+async def closes(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def breaks_off_before_output(_: Seen, writer: asyncio.StreamWriter) -> None:
+    role = event("", delta={"role": "assistant"})
+    writer.write(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(role), role))
+    await writer.drain()
+    writer.close()
+
+
+async def breaks_off_in_a_chunk(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + b"nonsense\r\n")
+
+
+async def breaks_off_after_output(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event()), event()))
+    await writer.drain()
+    writer.close()
+
+
+async def answers_nothing_that_is_http(_: Seen, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+
+
+async def statuses(b: Bench, count: int, body: bytes = ASK) -> list[int]:
+    """Of requests one after the other; 0 where the answer broke off."""
+    found = []
+    for _ in range(count):
+        try:
+            found.append((await b.ask(body)).status)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            found.append(0)
+    return found
+
+
+def test_who_fails_at_once_does_not_draw_the_requests_of_all(tmp_path: Path) -> None:
+    async def slow(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.02)
+        await WHOLE(seen, writer)
+
+    async def test() -> None:
+        async with beside(tmp_path, fails_at_once, slow) as (b, sick, well):
+            working = [asyncio.create_task(statuses(b, 25)) for _ in range(4)]
+            found = [status for each in await asyncio.gather(*working) for status in each]
+            # Three find out, three more may be under way by then; the run is over within a rest or two.
+            assert found.count(500) == len(sick.seen) and found.count(200) == len(well.seen)
+            assert 3 <= found.count(500) <= 10 and len(found) == 100
+            assert b.total("sloscope_upstream_up") == 2, "it can be reached"
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "script", [fails_at_once, closes, breaks_off_before_output, breaks_off_in_a_chunk, answers_nothing_that_is_http]
+)
+@pytest.mark.parametrize("hedge_after", ["", "10s"])
+def test_a_failure_of_any_kind_before_the_output_counts(tmp_path: Path, script: Script, hedge_after: str) -> None:
+    async def test() -> None:
+        async with beside(tmp_path, script, WHOLE, hedge_after=hedge_after) as (b, sick, _):
+            await statuses(b, 12)
+            pool = next(each for each in b.plane.upstreams.pools if each.upstream.url != b.plane.settings.upstreams[1])
+            assert pool.rests and pool.up and len(sick.seen) >= 3
+
+    run(test())
+
+
+@pytest.mark.parametrize("script", [refuses_the_request, breaks_off_after_output, WHOLE])
+def test_the_requests_own_fault_and_an_end_after_output_do_not_count(tmp_path: Path, script: Script) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, script) as b:
+            assert len(await statuses(b, 5)) == 5
+            (pool,) = b.plane.upstreams.pools
+            assert not pool.rests
+
+    run(test())
+
+
+def test_output_counts_while_its_stream_goes_on(tmp_path: Path) -> None:
+    async def script(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        if b"long" not in seen.body:
+            await fails_at_once(seen, writer)
+            return
+        writer.write(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event()), event()))
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        async with beside(tmp_path, script, script) as (b, *_):
+            one, other = b.plane.upstreams.pools
+            other.begin(Work(1000, 1000))  # so that all go to one
+            assert await statuses(b, 2) == [500, 500]
+            client = await b.connect()
+            await client.send(request(b'{"model":"long","stream":true,"max_tokens":5}'))
+            await client.reader.readuntil(b"\n\n")
+            await b.until(lambda: one._bad == 0)
+            assert await statuses(b, 2) == [500, 500] and not one.rests
+
+    run(test())
+
+
+def test_requests_that_nobody_observes_say_nothing_of_an_upstream(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, fails_at_once) as b:
+            assert [(await b.ask(path="/v1/embeddings")).status for _ in range(5)] == [500] * 5
+            assert not b.plane.upstreams.pools[0].rests
 
     run(test())
