@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from sloscope import contract as contracts
 from sloscope.errors import ConfigError
-from sloscope.records import ROLES
 
 _WEB_PORTS = {"http": 80, "https": 443}
 BALANCES = ("tokens", "requests")
+HOPS = ("gateway", "router", "sidecar")  # of the record's roles those between a client and a server
 OBSERVED = (b"/chat/completions", b"/v1/completions")  # several providers have the first under /v4, or under no version
 
 
@@ -124,8 +124,8 @@ class Settings:
 
 
 def check_role(role: str) -> str:
-    if role not in ROLES:
-        raise ConfigError(f"--role: {role!r} is not accepted; accepted: {', '.join(ROLES)}")
+    if role not in HOPS:
+        raise ConfigError(f"--role: {role!r} is not accepted; accepted: {', '.join(HOPS)}")
     return role
 
 

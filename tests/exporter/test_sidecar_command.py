@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from exporter.cli import link_engines
+from exporter.settings import HOPS, check_role
 from sloscope.clock import FakeClock
 from sloscope.errors import ConfigError
 from sloscope.journal import JournalWriter, journal_files
+from sloscope.records import ROLES
 from tests.command import sloscope
 
 TWO = ("--upstream", "http://127.0.0.1:9", "--upstream", "http://127.0.0.1:10")
@@ -23,10 +25,17 @@ def refused(events: Path, *options: str) -> str:
     return line
 
 
+def test_a_hop_has_one_of_the_records_roles() -> None:
+    assert [check_role(role) for role in HOPS] == [role for role in ROLES if role not in ("client", "server")]
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [
         (("--balance", "luck"), "error: --balance: 'luck' is not accepted; accepted: tokens, requests"),
+        (("--role", "client"), "error: --role: 'client' is not accepted; accepted: gateway, router, sidecar"),
+        (("--role", "server"), "error: --role: 'server' is not accepted; accepted: gateway, router, sidecar"),
+        (("--role", "Sidecar"), "error: --role: 'Sidecar' is not accepted; accepted: gateway, router, sidecar"),
         (
             ("--hedge-after", "p95x"),
             "error: --hedge-after: 'p95x' is not accepted; accepted: p50 to p99, or a duration",
