@@ -63,7 +63,10 @@ class ClientConnection(asyncio.Protocol):
         # No buffer of ours: uvloop then writes to the socket within `write`, and what the socket does not take
         # pauses the upstream at once.
         self.transport.set_write_buffer_limits(high=0)
-        self._plane.clients.add(self)
+        if len(self._plane.clients) < self._plane.room.clients:
+            self._plane.clients.add(self)
+        else:
+            self._plane.refuse(self)
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:
@@ -89,6 +92,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._plane.clients.discard(self)
+        self._plane.leaving.pop(self, None)
         self._gone()
 
     def pause_writing(self) -> None:

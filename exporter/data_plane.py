@@ -20,6 +20,7 @@ from typing import cast
 import orjson
 import uvloop
 
+from exporter import descriptors
 from exporter.backlog import Backlog
 from exporter.client_connection import HEAD_TIMEOUT_NS, IDLE_TIMEOUT_NS, ClientConnection
 from exporter.exchange import Gathering
@@ -55,14 +56,17 @@ class DataPlane:
         self.watch.backlog = Backlog(loop.call_soon, self.observer_failed)
         upstreams = [parse_upstream(url) for url in settings.upstreams]
         tls = tls_context(settings.ca_file) if any(upstream.tls for upstream in upstreams) else None
-        pools = [Pool(each, tls if each.tls else None, self.store, clock) for each in upstreams]
+        self.room = descriptors.room(len(upstreams), bool(settings.hedge_after))
+        pools = [Pool(each, tls if each.tls else None, self.store, clock, self.room.idle) for each in upstreams]
         self.upstreams = Upstreams(pools, clock, by_tokens=settings.balance == "tokens")
         init_series(self.store)
+        self.store.init("sloscope_sidecar_clients_refused_total")
         self.hedges: Hedges | None = None
         if settings.hedge_after:
             self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)
         self.gathering = Gathering()
         self.clients: set[ClientConnection] = set()
+        self.leaving: dict[ClientConnection, None] = {}  # who were refused, the first to come first
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
         self._errors_named: set[str] = set()
@@ -189,6 +193,14 @@ class DataPlane:
         for connection in list(self.metrics_connections):
             connection.close()
         self.recorder.close()
+
+    def refuse(self, client: ClientConnection) -> None:
+        """For want of files: accepted, and there would be none left for its upstream."""
+        self.store.inc("sloscope_sidecar_clients_refused_total")
+        self.leaving[client] = None
+        client.refuse(503, "no file is left for one more client (ulimit -n)", [(b"retry-after", b"1")])
+        if len(self.leaving) > descriptors.MOST_LEAVING:
+            next(iter(self.leaving)).abort()
 
     def _busy(self) -> bool:
         for client in list(self.clients):

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from exporter.descriptors import raise_limit, room
 from exporter.priority import give_way, thread_gives_way
 from exporter.settings import Settings
 from sloscope.errors import ConfigError, SloscopeError
@@ -34,6 +35,7 @@ _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 5.0
 _HEALTHY_S = 1.0  # a child that lived this long starts again without a pause
 _READY_S = 30.0
+_FEW_CLIENTS = 2000  # at once: fewer are worth a line
 _STOP_S = 5.0  # beyond the drain time, until a child is killed
 _RECOVERED = ("sidecar", "client")  # the observers whose journals this sidecar writes
 
@@ -282,6 +284,13 @@ def socket_directory() -> Iterator[str]:
 
 
 def supervise(settings: Settings, listener: socket.socket, control: socket.socket) -> int:
+    raise_limit()
+    fits = room(len(settings.upstreams), bool(settings.hedge_after))
+    if fits.clients < _FEW_CLIENTS:
+        sys.stderr.write(
+            f"sidecar: {fits.files} files may be open (ulimit -n), so {fits.clients} clients fit at once; "
+            "others get a 503\n"
+        )
     supervisor = Supervisor(settings, listener, control)
     try:
         return supervisor.run()

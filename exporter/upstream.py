@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import ssl
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from exporter.descriptors import MOST_IDLE
 from exporter.settings import Upstream
 from sloscope.clock import Clock
 from sloscope.exposition import MetricStore
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5.0
 # Below the five seconds after which uvicorn, under most of these servers, closes an idle connection.
 IDLE_NS = 4 * NS_PER_S
-_MAX_IDLE = 256
 _ONE_LOOK_S = 0.001  # a timer this far away runs after the sockets were looked at once more
 _FIRST_REST_NS = NS_PER_S // 4  # for which an upstream is left alone after a connect that failed, or bad answers
 _LONGEST_REST_NS = 16 * NS_PER_S
@@ -155,7 +156,14 @@ class UpstreamConnection(asyncio.Protocol):
 class Pool:
     """One upstream: its connections, what is outstanding there, and how connects and answers went lately."""
 
-    def __init__(self, upstream: Upstream, tls: ssl.SSLContext | None, store: MetricStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        tls: ssl.SSLContext | None,
+        store: MetricStore,
+        clock: Clock,
+        most_idle: int = MOST_IDLE,
+    ) -> None:
         self.upstream = upstream
         self.clock = clock
         self.requests = 0
@@ -167,6 +175,7 @@ class Pool:
         self._is_tried = True  # by a request whose answer counts
         self._tls = tls
         self._store = store
+        self._most_idle = most_idle
         self._idle: list[UpstreamConnection] = []
         self._labels = (upstream.url,)
         self.publish()
@@ -256,7 +265,9 @@ class Pool:
                     ssl=self._tls,
                     server_hostname=upstream.host if self._tls else None,
                 )
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # our want, which says nothing of the upstream
             self.up = False
             self._rest(self._failures)
             self._failures += 1
@@ -276,7 +287,7 @@ class Pool:
             return
         connection.idle_since_ns = self.clock.monotonic_ns()
         self._idle.append(connection)
-        if len(self._idle) > _MAX_IDLE:
+        if len(self._idle) > self._most_idle:
             self._idle.pop(0).transport.close()
 
     def forget(self, connection: UpstreamConnection) -> None:

@@ -170,6 +170,7 @@ _UPSTREAM = [
 _RECORDER = [
     Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on. A readable socket's wait while the loop works is not in it.", (), ADDED_EDGES),
     Metric(f"{PREFIX}sidecar_passthrough_total", "counter", "Requests of other APIs, forwarded untouched and not judged."),
+    Metric(f"{PREFIX}sidecar_clients_refused_total", "counter", "Connections answered 503 at once: no open file was left for one more client and its upstream.", (), (), "recorder"),
     Metric(f"{PREFIX}journal_records_total", "counter", "Journal records written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_bytes_total", "counter", "Journal bytes written.", ("observer",), (), "recorder", _BOTH),
