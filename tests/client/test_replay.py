@@ -213,38 +213,36 @@ def test_a_receipt_sends_what_is_due_when_the_timer_is_late(tmp_path: Path, monk
     assert tally.dispatch_lag_ns[1] >= 0
 
 
-def test_a_server_that_stalls_two_seconds_is_seen_whole_because_nothing_waits_for_it(
-    tmp_path: Path, recorded: Recorded
-) -> None:
+def test_a_server_that_stalls_is_seen_whole_because_nothing_waits_for_it(tmp_path: Path, recorded: Recorded) -> None:
     stood_still: list[int] = []
 
     async def script(asked: Asked, reply: Reply) -> None:
         if asked.number == 50:
             stood_still.append(time.monotonic_ns())
-            time.sleep(2)  # the whole server stands still
+            time.sleep(1)  # the whole server stands still
             stood_still.append(time.monotonic_ns())
         await tokens(1)(asked, reply)
 
-    tally, server = run(constant(150, 50.0), script, tmp_path)
+    tally, server = run(constant(150, 100.0), script, tmp_path)
     start, end = stood_still
-    # 100 of 150 arrivals fall into the stall; the second longest wait (rank 149) is one gap of 20 ms below it.
+    # 100 of 150 arrivals fall into the stall; the second longest wait (rank 149) is one gap of 10 ms below it.
     # A busy machine may send some late. One that waits for the server sends none.
     assert sum(start < begin["send_ns"] < end for begin in recorded(tmp_path)["begin"]) >= 50
     assert p99_s(tally.ttft_ns) > 0.5 * (end - start) / S
     # The generator had no part in it.
-    assert sorted(tally.dispatch_lag_ns)[75] < 0.1 * (end - start)
+    assert sorted(tally.dispatch_lag_ns)[75] < 0.2 * (end - start)
     assert server.connections > 50
 
 
-def test_a_generator_that_stalls_two_seconds_shows_it_in_the_corrected_ttft_alone(tmp_path: Path) -> None:
+def test_a_generator_that_stalls_shows_it_in_the_corrected_ttft_alone(tmp_path: Path) -> None:
     def stall(loop: asyncio.AbstractEventLoop, running: Replay) -> None:
-        loop.call_later(1.0, time.sleep, 2.0)
+        loop.call_later(1.0, time.sleep, 1.0)
 
-    fixed = constant(300, 50.0)
+    fixed = constant(300, 100.0)
     tally, _ = run(fixed, tokens(1), tmp_path, meanwhile=stall)
     row = replay_report.report(tally, fixed, CONTRACT)
-    # 100 of 300 sends fall into the stall; rank 297 is three gaps of 20 ms below 2 s.
-    assert row["ttft_intended_completed_p99_s"] > 1.8
+    # 100 of 300 sends fall into the stall; rank 297 is three gaps of 10 ms below 1 s.
+    assert row["ttft_intended_completed_p99_s"] > 0.9
     assert row["ttft_completed_p99_s"] < 0.5 * row["ttft_intended_completed_p99_s"]
     assert tally.sent == tally.scheduled == 300
     # Not re-anchored: what is due after the stall leaves on time again.

@@ -214,7 +214,7 @@ def test_a_slow_reader_slows_nobody_else(tmp_path: Path, recorded: Recorded) -> 
     async def script(asked: Asked, reply: Reply) -> None:
         await tokens(_LONG)(asked, reply)
 
-    tally, _ = run(fixed, script, tmp_path, conduct=Conduct(read_pause_ns=200 * MS), drain_ns=20 * S)
+    tally, _ = run(fixed, script, tmp_path, conduct=Conduct(read_pause_ns=100 * MS), drain_ns=60 * S)
     assert tally.outcomes["completed"] == 20
     records = recorded(tmp_path)
     held = {end["request_id"]: end.get("consumer_hold_ns") for end in records["end"]}

@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class Block(NamedTuple):
     text: str
 
 
+@cache
 def files() -> list[Path]:
     """Every Markdown file that is ours: nothing in hidden folders such as .venv."""
     found = [path for path in ROOT.rglob("*.md") if not any(p.startswith(".") for p in path.relative_to(ROOT).parts)]

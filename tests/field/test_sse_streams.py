@@ -155,10 +155,12 @@ def test_a_cut_at_any_byte_gives_the_same_events(stream: bytes, line_end: bytes)
     """Each cut has a whole block before and after the one that it falls in, in the same two reads.
 
     A cut in a long stream need not decode all of it: the decoder is copied as it stood before the
-    block ahead. Every block is the cut one once, so every byte of the stream is a cut. A shallow
-    copy will do, for at the end of a block the decoder keeps nothing, which `torn` confirms.
+    block ahead. Every block is the cut one once, so every byte of the stream is a cut; in a long
+    one of other line ends every byte beside an end, where alone they differ. A shallow copy will
+    do, for at the end of a block the decoder keeps nothing, which `torn` confirms.
     """
     stream = stream.replace(b"\n", line_end)
+    is_any_cut = line_end == b"\n" or len(stream) < 5000
     starts = block_starts(stream, line_end)
     assert starts[-1] == len(stream), "these recordings end with a blank line"
     decoder = Framing()
@@ -167,6 +169,8 @@ def test_a_cut_at_any_byte_gives_the_same_events(stream: bytes, line_end: bytes)
         begin, end = starts[max(i - 1, 0)], starts[min(i + 2, len(starts) - 1)]
         uncut = copy.copy(decoder).feed(stream[begin:end])
         for cut in range(starts[i], starts[i + 1]):
+            if not is_any_cut and b"\r" not in stream[max(cut - 2, 0) : cut + 2]:
+                continue
             resumed = copy.copy(decoder)
             assert resumed.feed(stream[begin:cut]) + resumed.feed(stream[cut:end]) == uncut, cut
             assert resumed.finish() == [] and not resumed.torn

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from sloscope import contract as contracts
-from tests.queries.cases import session_over
+from tests.queries.cases import held, session_over
 
 DATA_SETS = ("aml", "gbsg2", "leukemia_6mp", "veteran", "waltons")
 
@@ -66,7 +66,10 @@ def data_set(request, field_data):
         }
         for number, row in enumerate(rows_of(folder / f"{request.param}.csv"))
     ]
-    with session_over({"requests": requests}, contracts.preset("exercise"), window=(0, 1)) as session:
+    with (
+        session_over({"requests": requests}, contracts.preset("exercise"), window=(0, 1)) as session,
+        held(session, "length_curves"),
+    ):
         yield DataSet(folder, request.param, session)
 
 

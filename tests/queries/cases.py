@@ -42,6 +42,7 @@ from sloscope.records import OBSERVERS
 from sloscope.units import NS_PER_S
 
 HERE = Path(__file__).parent
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it was built
 _in_use = False
 KEYS = {"name", "contract", "goodput", "observer", "window_s", "params", "given", "expect"}
 
@@ -49,7 +50,7 @@ KEYS = {"name", "contract", "goodput", "observer", "window_s", "params", "given"
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
     """(question, case) of every file."""
     for path in sorted(HERE.glob("*/*.yaml")):
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader)
         for case in document["cases"]:
             merged = document.get("defaults", {}) | case
             assert merged.keys() <= KEYS, f"{path}: {merged.keys() - KEYS} is no key of a case"
@@ -103,6 +104,20 @@ def session_over(
         yield session
     finally:
         _in_use = False
+
+
+@contextmanager
+def held(session: Session, view: str) -> Iterator[None]:
+    """The view's rows as they are now, for many questions about them: to plan a view anew takes a tenth of a second."""
+    execute = session._connection.execute
+    session._create_views([view])
+    execute(f"create table {view}_held as from {view}")
+    execute(f"create or replace view {view} as from {view}_held")
+    try:
+        yield
+    finally:
+        execute(f"drop view {view}; drop table {view}_held")
+        session._created.discard(view)
 
 
 @contextmanager

@@ -73,8 +73,15 @@ class FrontRig:
             await asyncio.sleep(0.01)
         for live in list(front.live.values()):
             live.cut()
-        server.should_exit = True
-        await serving
+        # As uvicorn ends, but for two waits of its own of a tenth of a second each.
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        while server.server_state.tasks:
+            await asyncio.sleep(0.001)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for each in server.servers:
+            each.close()
         probe.cancel()
         front.engine.close()
         front.close_journal()

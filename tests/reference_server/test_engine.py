@@ -385,10 +385,10 @@ def test_a_reader_that_is_behind_pauses_and_goes_on_when_it_has_read(tmp_path: P
 
 
 def test_a_reader_that_takes_nothing_is_cut_off_and_the_front_end_is_told(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, max_undelivered=1, slow_reader_ns=20_000_000)
+    bench = Bench(tmp_path, max_undelivered=1, slow_reader_ns=300_000_000)
     key = bench.new(max_tokens=9)
     bench.turn(2)
-    time.sleep(0.03)
+    time.sleep(0.4)
     assert bench.turn() == [{"op": "cut", "key": key, "reason": "slow_reader"}]
     assert bench.records("state")[-1]["reason"] == "slow_reader" and bench.engine.scheduler.pool.free == 64
     m = _samples(bench.metrics.render().decode())

@@ -1,9 +1,13 @@
 """The CPU benchmark on the smallest model: every side answers, nothing is measured twice, weights stay the same."""
 
+import itertools
 import json
-import subprocess
+import runpy
+import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -14,19 +18,31 @@ from benchmarks.engine_overhead import WARM_UP_TURNS, InstantRunner, measure_tur
 from benchmarks.forward_sides import write_gguf
 from reference_server.builtin import make_builtin
 from reference_server.gguf_weights import read_gguf
+from reference_server.runner import Runner
+from reference_server.step_types import StepItem, StepResult
 from tests.journals import journal_of
 from tests.reference_server.test_model_weights import write_gguf as write_tiny_gguf
 
+SMALL = ["--model", "builtin", "--context", "16", "--threads", "1"]
 
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def measured(options: str, saved: Path) -> dict[str, Any]:
+    engine_cpu.main([*SMALL, *options.split(), "--save", str(saved)])
+    kept: dict[str, Any] = json.loads(saved.read_text())
+    return kept
+
+
+@pytest.mark.usefixtures("same_threads")
 def test_all_sides_and_both_loops_have_a_row(tmp_path: Path) -> None:
     saved = tmp_path / "results" / "engine_cpu.json"
-    options = "--model builtin --context 16 --threads 1 --rounds 1 --steps 1 --turns 3 --format json"
-    threads = torch.get_num_threads()
-    try:
-        engine_cpu.main([*options.split(), "--save", str(saved)])
-    finally:
-        torch.set_num_threads(threads)
-    kept = json.loads(saved.read_text())
+    kept = measured("--rounds 1 --steps 1 --turns 3 --format json", saved)
     sides = ["floor (plain products)", "floor (packed products)", "floor (plain products and a read of the KV)"]
     sides += ["sloscope", "transformers forward", "transformers generate"]
     whats = ["decode, batch 1", "decode, batch 16", "prefill, 16"]
@@ -49,22 +65,35 @@ def test_a_turn_of_the_loop_is_a_decode_step_of_the_whole_batch_with_its_record(
     assert steps[0]["prefill_tokens"] == 165
 
 
-def test_the_loop_of_the_model_ends_in_time_and_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
-    saved = tmp_path / "loop.json"
-    command = [sys.executable, "-m", "benchmarks.engine_cpu", "--part", "loop", "--model", "builtin"]
-    command += ["--context", "16", "--threads", "1", "--turns", "400", "--save", str(saved)]
-    subprocess.run([*command, "--loop-seconds", "0.001"], check=True, capture_output=True)
+@pytest.mark.usefixtures("same_threads")
+def test_the_loop_of_the_model_ends_in_time(tmp_path: Path) -> None:
+    rows = measured("--part loop --turns 20 --loop-seconds 0.001", tmp_path / "loop.json")["loop"]
+    assert [(row["batch"], row["turns"]) for row in rows] == [(64, 20), (16, 1)]
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_an_interrupted_run_keeps_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, steps, step = tmp_path / "loop.json", itertools.count(), Runner.step
+
+    def interrupted(runner: Runner, batch: Sequence[StepItem]) -> StepResult:
+        if next(steps) == WARM_UP_TURNS + 5:
+            signal.raise_signal(signal.SIGTERM)
+        return step(runner, batch)
+
+    monkeypatch.setattr(Runner, "step", interrupted)
+    options = ["--part", "loop", "--turns", "200", "--loop-seconds", "600", "--save", str(saved)]
+    monkeypatch.setattr(sys, "argv", ["engine_cpu", *SMALL, *options])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit, match=f"^{engine_cpu.INTERRUPTED}$"):
+            runpy.run_path(engine_cpu.__file__, run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "what was measured before is kept" in capsys.readouterr().err
     rows = json.loads(saved.read_text())["loop"]
-    assert [(row["batch"], row["turns"]) for row in rows] == [(64, 400), (16, 1)]
-    saved.unlink()
-    with subprocess.Popen([*command, "--loop-seconds", "600"], stderr=subprocess.PIPE, text=True) as child:
-        assert child.stderr is not None
-        next(line for line in child.stderr if "the model" in line)  # which takes seconds for 400 turns
-        child.terminate()
-        said = child.stderr.read()
-    assert child.returncode == engine_cpu.INTERRUPTED and "what was measured before is kept" in said
-    rows = json.loads(saved.read_text())["loop"]
-    assert (rows[0]["batch"], rows[0]["turns"]) == (64, 400)
+    assert [(row["batch"], row["turns"]) for row in rows] == [(64, 200), (16, 5)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from reference_server.builtin import make_builtin
 from reference_server.model import Llama
 from reference_server.safetensors_weights import read_safetensors
 from reference_server.tokenizer import Tokenizer
-from sloscope.demo.processes import SLOSCOPE
 from sloscope.errors import ModelFileError
 from tests.reference_server.serving import Served
 
@@ -373,13 +371,3 @@ def test_a_directory_serves_like_any_other_model(directory: Path, tmp_path: Path
         served.stop()
     assert answer["usage"]["completion_tokens"] >= 3
     assert answer["choices"][0]["text"] == tokenizer.decode(tokens.tolist()[len(prompt) :])
-
-
-def test_a_directory_that_cannot_be_loaded_is_one_line_and_exit_2(directory: Path) -> None:
-    edit(directory / "config.json", {"rope_parameters.rope_type": "llama3"})
-    command = [*SLOSCOPE, "serve", "--listen", "127.0.0.1:0", "--model", str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"error: {directory}/config.json: rope_parameters.rope_type: 'llama3'; accepted: 'default' (no scaling)\n"
-    )

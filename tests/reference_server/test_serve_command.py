@@ -125,12 +125,18 @@ def test_a_damaged_model_file_is_one_line_and_exit_2(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_cleanly_with_no_process_left(tmp_path: Path, number: signal.Signals) -> None:
+    """Who has sent half a body does not hold up the end."""
     served = Served(tmp_path)
     engine = served.engine_pid()
-    assert served.text().status_code == 200
-    os.kill(served.child.process.pid, number)
-    assert served.child.process.wait(10) == 0
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert served.text().status_code == 200  # the request before it has come to the loop by now
+        os.kill(served.child.process.pid, number)
+        assert served.child.process.wait(60) == 0
+        assert client.recv(1) == b""
     assert not alive(engine)
+    ends = [record for record in served.journal() if record["kind"] == "end"]
+    assert sorted(end["outcome"] for end in ends) == ["cancelled", "completed"]
     assert not any(is_live(path) for path in journal_files(served.events))
     assert served.stop() == 0
     assert served.child.log.read_text().count("\n") == 1, "only the line that it serves"

@@ -1,7 +1,6 @@
 """What the simulated benchmarks take for granted: who knows the step times, and bounds that are known beforehand."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.fairness import admission_bound_steps, attainment, broken, late_bound_steps, worst_step_ns
+from benchmarks.fairness import main as fairness
 from benchmarks.load import Learning, Server, arrivals, deadline_admission, planned, simulate
 from benchmarks.paged_attention import main as paged_attention
 from benchmarks.paged_attention import paged
@@ -61,12 +61,16 @@ def test_attainment_counts_first_tokens_of_the_polite_that_had_the_time() -> Non
     assert attainment(results, limit_ns=10, arrived_by_ns=-1) is None
 
 
-def test_the_fairness_benchmark_holds_the_orders_to_bounds_and_not_first_come_first_served(tmp_path: Path) -> None:
+def test_the_fairness_benchmark_holds_the_orders_to_bounds_and_not_first_come_first_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     cost = tmp_path / "cost.json"
     cost.write_text(CostModel(1_000_000, 2_000, 10_000, 10).to_json())
-    command = [sys.executable, "-m", "benchmarks.fairness", "--cost-model", str(cost), "--seconds", "0.5"]
-    options = ["--format", "json", "--lengths", "prompt_p50=64&prompt_sigma=0.3&output_p50=8&output_sigma=0.3"]
-    rows = json.loads(subprocess.run([*command, *options], check=True, capture_output=True).stdout)
+    options = ["--cost-model", str(cost), "--seconds", "0.5", "--format", "json"]
+    options += ["--lengths", "prompt_p50=64&prompt_sigma=0.3&output_p50=8&output_sigma=0.3"]
+    monkeypatch.setattr(sys, "argv", ["fairness", *options])
+    assert fairness() == 0
+    rows = json.loads(capsys.readouterr().out)
     columns = ("order", "gap_within_bound", "attainment_within_bound")
     expected = [("fcfs", None, None), ("vtc", True, True), ("drr", True, True)]
     assert [tuple(row[column] for column in columns) for row in rows] == expected

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from reference_server.request import TRANSITIONS, State
 from tests.simulation.histories import DRAWN, World, history_of
 
-# Of eight orders. CI lives through 10,000; two thousand find most mistakes while one works.
-HISTORIES_EACH = int(os.environ.get("SLOSCOPE_HISTORIES", "2000")) // 8
+# Of eight orders. CI lives through 10,000; a thousand find most mistakes while one works.
+HISTORIES_EACH = int(os.environ.get("SLOSCOPE_HISTORIES", "1000")) // 8
 # None is excepted: the histories of each order make every move that the table allows, the rarest some
 # 15 times in 1250. In a few hundred it comes once or not at all.
 ENOUGH_FOR_EVERY_MOVE = 1000
