@@ -197,7 +197,7 @@ def test_an_upload_that_was_streamed_is_not_sent_once_more_without_its_body(tmp_
             assert (await client.response()).status == 200
             asked = request(b"x" * 1000, path="/v1/files")
             await client.send(asked[:-500])
-            await asyncio.sleep(0.05)  # the head is up by now
+            await b.until(lambda: [each for each in b.plane.clients if each.exchange and each.exchange.is_dispatched])
             await client.send(asked[-500:])
             assert (await client.response()).status == 502
             assert [len(seen.body) for seen in b.upstream.seen] == [0, 1000]
