@@ -212,7 +212,7 @@ class Rig:
         log = self.directory / f"{name}.seen"
         self.logs.append(log)
         child = peer(self.stage, name, "upstream", str(self.bad_port), fault, str(after), str(log))
-        child.wait_for("ready on", 20)
+        child.wait_for("ready on", 60)
 
         self.asked_until_found = 0
 
@@ -221,9 +221,9 @@ class Rig:
             self.asked_until_found += 1
             return bool(log.read_text())
 
-        until(is_found, 10, every_s=0.1)
+        until(is_found, every_s=0.1)
         child.tell("arm")
-        child.wait_for("done", 5)
+        child.wait_for("done", 60)
         return child
 
     def lines(self, start: str) -> list[str]:
@@ -259,10 +259,10 @@ class Rig:
         """A stream through the good upstream for as long as the block takes; whole and on time, or a failure."""
         file = self.directory / f"beside{time.monotonic_ns()}.txt"
         child = peer(self.stage, "beside", "reader", *map(str, address(self.proxy)), str(file))
-        beside = Beside(child, file, child.wait_for(r"streams (\S+)", 20)[1])
+        beside = Beside(child, file, child.wait_for(r"streams (\S+)", 60)[1])
         yield beside
         self.good.tell("finish")
-        over = child.wait_for(r"over (\d+) (\w+)", 20)
+        over = child.wait_for(r"over (\d+) (\w+)", 60)
         assert over[2] == "whole", "the stream beside is not what was sent"
         beside.read()
         assert beside.events == int(over[1])
@@ -281,7 +281,7 @@ class Rig:
             pid, before = self.data_plane, rss_mib(self.data_plane)
             yield beside
             self.ends()
-            until(lambda: rss_mib(pid) - before < MOST_GROWTH_MIB, 10)
+            until(lambda: rss_mib(pid) - before < MOST_GROWTH_MIB)
             grown = rss_mib(pid) - before
             assert self.data_plane == pid, "the data plane was started again"
             problems = self.scrape().total("sloscope_parse_problems_total", problem="observer_error")
@@ -302,7 +302,7 @@ def rig(directory: Path, *options: str) -> Iterator[Rig]:
     with Stage(directory) as stage:
         good_port = free_port()
         good = peer(stage, "good", "upstream", str(good_port), "none", "1", str(directory / "good.seen"))
-        good.wait_for("ready on", 20)
+        good.wait_for("ready on", 60)
         found = Rig(stage, directory, directory / "events", good, free_port())
         found.start(*options, good_port=good_port)
         yield found

@@ -226,7 +226,7 @@ def test_what_a_page_reports_joins_what_sidecar_and_engine_saw(tmp_path: Path) -
     for name, each in row.items():
         assert each["client_observed"] and each["sidecar_observed"] and each["engine_observed"], name
         assert each["client_clock_id"].startswith("browser:") and each["tenant"] == "page", name
-        assert abs(each["client_arrival_at_ns"] - each["sidecar_arrival_at_ns"]) < 250 * MS, name
+        assert abs(each["client_arrival_at_ns"] - each["sidecar_arrival_at_ns"]) < 2500 * MS, name
     assert len({each["client_clock_id"] for each in row.values()}) == 3  # one for each page
     for name in (*(f"whole {number}" for number in range(WHOLE)), "busy"):
         each = row[name]

@@ -136,7 +136,7 @@ def test_a_page_that_leaves_in_the_middle_of_its_receipts_records_nothing_and_sa
 def test_a_hundred_thousand_tenants_make_fifty_labels_and_no_memory(tmp_path: Path) -> None:
     with Stage(tmp_path) as stage:
         port = free_port()
-        peer(stage, "quick", "quick", str(port)).wait_for("ready on", 20)
+        peer(stage, "quick", "quick", str(port)).wait_for("ready on", 60)
         proxy, control, sidecar = start_sidecar(
             stage, f"http://127.0.0.1:{port}", tmp_path / "events", "--sql-every", "off"
         )

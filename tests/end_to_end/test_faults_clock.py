@@ -53,7 +53,7 @@ def test_steps_of_the_wall_clock_under_streams_move_no_stamp_and_place_arrivals_
     with Stage(tmp_path) as stage:
         port = free_port()
         upstream = peer(stage, "upstream", "upstream", str(port), "none", "1", str(tmp_path / "seen"))
-        upstream.wait_for("ready on", 20)
+        upstream.wait_for("ready on", 60)
         sidecar = stage.start(
             "sidecar", "/usr/bin/env", f"LD_PRELOAD={faketime()}", f"FAKETIME_TIMESTAMP_FILE={offset}",
             "FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1", *SLOSCOPE, "sidecar",

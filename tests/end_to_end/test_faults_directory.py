@@ -31,7 +31,7 @@ def test_two_sidecars_on_one_directory_close_what_is_dead_and_leave_what_lives(t
     with Stage(tmp_path) as stage:
         port = free_port()
         upstream = peer(stage, "upstream", "upstream", str(port), "none", "1", str(tmp_path / "seen"))
-        upstream.wait_for("ready on", 20)
+        upstream.wait_for("ready on", 60)
 
         def start(name: str) -> tuple[str, str, int]:
             proxy, control, child = start_sidecar(

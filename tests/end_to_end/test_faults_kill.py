@@ -80,7 +80,7 @@ def test_two_hundred_kills_lose_no_request_and_no_written_record(tmp_path: Path)
         port = free_port()
         seen = tmp_path / "upstream.seen"
         upstream = peer(stage, "upstream", "upstream", str(port), "none", "1", str(seen))
-        upstream.wait_for("ready on", 20)
+        upstream.wait_for("ready on", 60)
         sidecars = [
             start_sidecar(stage, f"http://127.0.0.1:{port}", events, "--sql-every", "off", name=f"sidecar{number}")
             for number in range(DATA_SIDECARS + 1)
@@ -93,7 +93,7 @@ def test_two_hundred_kills_lose_no_request_and_no_written_record(tmp_path: Path)
         receipts = tmp_path / "receipts.txt"
         peers.append(peer(stage, "receipts", "receipts", sidecars[-1][1], str(receipts)))
         for each in peers:
-            each.wait_for("ready", 20)
+            each.wait_for("ready", 60)
         shares = [DATA_KILLS // DATA_SIDECARS + (n < DATA_KILLS % DATA_SIDECARS) for n in range(DATA_SIDECARS)]
         killers = [
             Killer(child, "exporter.data_plane", share, 0.7, events, seed)

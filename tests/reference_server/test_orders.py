@@ -54,7 +54,7 @@ def new_order(name: str, lanes: bool) -> QueueOrder:
 
 
 @every_order
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_each_request_is_next_once_or_taken_out_once(name: str, lanes: bool, data: st.DataObject):
     order = new_order(name, lanes)
@@ -176,7 +176,7 @@ def test_the_lane_passed_over_longest_goes_before_other_starving_lanes():
     assert keys(order) == ["lowest", "lower", "high"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     history=st.lists(
         st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 12), st.integers(1, 6)), max_size=80
