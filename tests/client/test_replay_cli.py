@@ -1,4 +1,4 @@
-"""`sloscope replay` as a person runs it: a process, its two outputs and its exit code."""
+"""`sloscope replay` as a person runs it: its two outputs and its exit code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ GOODPUT = ["--goodput", "ttft:300 itl_max:100"]
 TEN = "synthetic:constant?n=10&rate=100&output_p50=4&output_sigma=0"
 
 
-replayed = partial(sloscope_process, "replay")
+replayed = partial(sloscope, "replay")
 
 
 def test_a_run_prints_one_json_row_and_exits_0(tmp_path: Path) -> None:
     with SseServer(tokens(4)) as server:
-        done = replayed(TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "json")
+        asked = [TEN, "--url", server.url, "--events", str(tmp_path), *GOODPUT, "--format", "json"]
+        done = sloscope_process("replay", *asked)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)
     assert (row["offered"], row["completed"], row["failed"], row["unfinished"]) == (10, 10, 0, 0)

@@ -1,13 +1,9 @@
 """`sloscope dashboards` and `sloscope rules` as a person runs them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "sloscope", *args], capture_output=True, text=True, check=False)
+from tests.command import sloscope as run
 
 
 def test_check_passes_on_what_build_wrote_and_names_the_file_that_was_edited(tmp_path: Path) -> None:

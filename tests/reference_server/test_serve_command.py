@@ -231,8 +231,7 @@ def test_no_engine_outlives_a_front_end_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_the_models_are_listed() -> None:
-    command = [*SLOSCOPE, "model", "list", "--format", "csv"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = sloscope("model", "list", "--format", "csv")
     header, *rows = done.stdout.splitlines()
     assert header == "name,present,size_bytes,licence,where"
     assert [row.split(",")[0] for row in rows] == [*BUILTIN, *PACKAGED]
@@ -240,12 +239,10 @@ def test_the_models_are_listed() -> None:
 
 
 def test_what_is_built_in_needs_no_fetching() -> None:
-    done = subprocess.run(
-        [*SLOSCOPE, "model", "get", "builtin"], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stderr == "builtin: nothing to fetch, it is made at start\n"
+    done = sloscope("model", "get", "builtin")
+    assert done.returncode == 0 and done.stderr == "builtin: nothing to fetch, it is made at start\n"
 
 
 def test_a_model_that_nobody_knows_is_one_line_and_exit_2() -> None:
-    done = subprocess.run([*SLOSCOPE, "model", "get", "gpt"], capture_output=True, text=True, timeout=60, check=False)
+    done = sloscope("model", "get", "gpt")
     assert done.returncode == 2 and done.stderr == "error: model 'gpt': is not known; accepted: smollm2\n"
