@@ -136,8 +136,8 @@ def attainment_by_both() -> Any:
     from_sql = promql.row("sloscope_sql_attainment_ratio")
     return style.lines(
         "Attainment: counters and SQL",
-        "The same share from counters over the time range and from the whole journal. Over a range that holds all of "
-        "it they differ only by requests in flight; a lasting difference means lost records.",
+        "The same share from counters over the time range and from the journal over the sidecar's --sql-window: an "
+        "hour. Over a range as long they differ only by requests in flight; a lasting difference means lost records.",
         "percentunit",
         [
             style.query(promql.attainment(by=(), window=promql.RANGE), "counters"),
@@ -173,7 +173,7 @@ def goodput_gauge() -> Any:
     from_sql = promql.row("sloscope_sql_goodput_rps")
     return style.lines(
         "Goodput from SQL",
-        "Latest result of the goodput question, by class.",
+        "Latest result of the goodput question, by class, over the sidecar's --sql-window: an hour.",
         "reqps",
         [style.query(promql.highest(from_sql, ("class",)), "{{class}}")],
         no_value="not computed yet",
@@ -183,7 +183,7 @@ def goodput_gauge() -> Any:
 def holds_gauge() -> Any:
     return style.lines(
         "Late deliveries by verdict, from SQL",
-        "Latest result of the stalls question.",
+        "Latest result of the stalls question, over the sidecar's --sql-window: an hour.",
         "short",
         [style.query(promql.highest(promql.row("sloscope_sql_holds"), ("verdict",)), "{{verdict}}")],
         no_value="not computed yet",

@@ -74,6 +74,9 @@ def sidecar(
     ] = False,
     drain: Annotated[str, typer.Option(help="How long open streams may go on after SIGTERM.")] = "10s",
     sql_every: Annotated[str, typer.Option(help="How often sloscope_sql_ series are computed; off: never.")] = "30s",
+    sql_window: Annotated[
+        str, typer.Option(help="What they are computed over: so long up to now; 0: everything that was recorded.")
+    ] = "1h",
     engine_metrics: Annotated[
         list[str] | None,
         typer.Option(help="URL of an engine's own /metrics, to be shown beside ours; repeat it for several."),
@@ -111,6 +114,7 @@ def sidecar(
     _check_ca_file(ca_file)
     drain_ns = parse_duration_ns(drain, "--drain")
     sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every (or off)")
+    sql_window_ns = 0 if sql_window == "0" else parse_duration_ns(sql_window, "--sql-window (or 0)")
     engines, engines_every_ns = _engine_metrics(engine_metrics or [], engine_metrics_every)
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
@@ -140,6 +144,7 @@ def sidecar(
                 ca_file=ca_file,
                 socket_path=f"{directory}/metrics.sock",
                 sql_every_ns=sql_every_ns,
+                sql_window_ns=sql_window_ns,
                 token=token,
                 cors_origins=cors_origins,
                 receipts_rate=receipts_rate,

@@ -33,7 +33,7 @@ from exporter.settings import Settings
 from sloscope import __version__
 from sloscope.clock import Clock, SystemClock
 from sloscope.errors import ConfigError, QueryError, SloscopeError
-from sloscope.exposition import MetricStore
+from sloscope.exposition import MetricStore, Row
 from sloscope.journal import JournalWriter
 from sloscope.recorder import encode
 
@@ -63,6 +63,9 @@ class ControlPlane:
         self.engines = EngineMetrics(settings, self.store, clock)
         self.questions = Questions(Path(settings.events), self.contract)
         self.data_plane_answers = False
+        self._from_sql: list[Row] = []  # of the latest turn that went well
+        self.store.add_source(lambda: self._from_sql)
+        self._clock = clock
         self._publish_contract()
 
     def _publish_contract(self) -> None:
@@ -95,11 +98,13 @@ class ControlPlane:
             await self.poll()
 
     async def keep_publishing(self) -> None:
-        """The `sloscope_sql_` series. A question that fails is counted, and asked again at the next turn."""
+        """The `sloscope_sql_` series. A question that fails is counted, and asked again at the next turn; meanwhile the
+        results before it stand, with the time of their making.
+        """
         while True:
             try:
-                for name, value, labels in await asyncio.to_thread(published, self.questions):
-                    self.store.set(name, value, labels)
+                window_ns, now_ns = self.settings.sql_window_ns, self._clock.wall_ns()
+                self._from_sql = await asyncio.to_thread(published, self.questions, window_ns, now_ns)
             except Exception:  # a disk, a damaged file, a question out of time: no reason to stop serving
                 self.store.inc("sloscope_sql_failures_total")
             await asyncio.sleep(self.settings.sql_every_ns / 1e9)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sloscope.contract import Contract
-from sloscope.errors import ConfigError, QueryError
+from sloscope.errors import ConfigError, QueryError, UnwritableError
+from sloscope.exposition import Row
 from sloscope.output import plain
 from sloscope.units import parse_instant_ns
 
@@ -17,7 +18,6 @@ MAX_ROWS = 10_000
 TIMEOUT_S = 30.0
 Window = tuple[int, int]
 Rows = list[dict[str, Any]]
-Sample = tuple[str, float, tuple[str, ...]]  # metric, value, labels
 _LAST_NS = 180 * 365 * 86_400 * 10**9  # the year 2149
 VERDICTS = ("decoder_stall", "buffered_delivery", "mixed", "client_late", "unknown")
 
@@ -48,7 +48,10 @@ class Questions:
         params: Mapping[str, object] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> Rows:
-        """Rows as JSON values. Blocks; QueryError for what was asked wrongly, OutOfTimeError after the limit."""
+        """Rows as JSON values. Blocks; QueryError for what was asked wrongly, OutOfTimeError after the limit.
+
+        `window` None: everything recorded.
+        """
         began = time.monotonic()
         if not self._lock.acquire(timeout=timeout_s):
             raise OutOfTimeError(f"{name}: other questions took longer than {timeout_s:g} s")
@@ -64,6 +67,15 @@ class Questions:
             self._lock.release()
         return [{column: plain(row[column]) for column in result.columns} for row in result.rows]
 
+    def latest(self, window_ns: int, now_ns: int) -> Window | None:
+        """The last `window_ns` up to `now_ns`, wall time, and nothing before the first request, so that rates of a
+        young directory are not thinned. None: nothing is recorded, or nothing but what is yet to come. Blocks.
+        """
+        with self._lock:
+            first, end = self._session(None, None).window
+        start = max(first, now_ns - window_ns)
+        return (start, now_ns) if first < end and start < now_ns else None
+
     def _session(self, observer: str | None, window: Window | None) -> Any:
         from queries.runner import Session
 
@@ -73,7 +85,11 @@ class Questions:
             # Opened without a window, since that one would answer every later question that names none.
             session = Session(self._events, self._contract, observer=observer, compact_first=False)
             self._sessions[key] = session
-        session.refresh(window)
+        try:
+            session.refresh(window)
+        except UnwritableError:
+            # As on the command line: what is new is compacted in a temporary place, for this answer alone.
+            session = Session(self._events, self._contract, observer=observer, window=window)
         return session
 
 
@@ -87,16 +103,18 @@ def parse_time_ns(text: str, field: str) -> int:
     return parse_instant_ns(text, field)
 
 
-def published(questions: Questions) -> list[Sample]:
-    """The `sloscope_sql_` series from everything recorded. Blocks."""
-    samples: list[Sample] = []
-    for row in questions.ask("goodput"):
+def published(questions: Questions, window_ns: int, now_ns: int) -> list[Row]:
+    """The `sloscope_sql_` series over the last `window_ns` up to `now_ns`, wall time; 0: over everything. Blocks."""
+    window = questions.latest(window_ns, now_ns) if window_ns else None
+    rows: list[Row] = []
+    for row in questions.ask("goodput", window):
         if row["attainment"] is not None:
-            samples.append(("sloscope_sql_attainment_ratio", row["attainment"], ("all",)))
+            rows.append(Row("sloscope_sql_attainment_ratio", ("all",), row["attainment"]))
         if row["goodput_rps"] is not None:
-            samples.append(("sloscope_sql_goodput_rps", row["goodput_rps"], ("all",)))
-    holds = dict.fromkeys(VERDICTS, 0) | {row["verdict"]: row["holds"] for row in questions.ask("hold_summary")}
-    samples += [("sloscope_sql_holds", count, (verdict,)) for verdict, count in holds.items()]
-    now_s = time.time()
-    samples += [("sloscope_sql_computed_at_seconds", now_s, (query,)) for query in ("goodput", "hold_summary")]
-    return samples
+            rows.append(Row("sloscope_sql_goodput_rps", ("all",), row["goodput_rps"]))
+    found = {row["verdict"]: row["holds"] for row in questions.ask("hold_summary", window)}
+    rows += [
+        Row("sloscope_sql_holds", (verdict,), count) for verdict, count in (dict.fromkeys(VERDICTS, 0) | found).items()
+    ]
+    rows += [Row("sloscope_sql_computed_at_seconds", (query,), now_ns / 1e9) for query in ("goodput", "hold_summary")]
+    return rows

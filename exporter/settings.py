@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from sloscope import contract as contracts
 from sloscope.errors import ConfigError
+from sloscope.units import NS_PER_S
 
 _WEB_PORTS = {"http": 80, "https": 443}
 BALANCES = ("tokens", "requests")
@@ -98,6 +99,7 @@ class Settings:
     ca_file: str
     socket_path: str  # where the data plane hands its metrics to the control plane
     sql_every_ns: int  # 0: off
+    sql_window_ns: int = 3600 * NS_PER_S  # what they are computed over, up to now; 0: everything
     token: str = ""
     cors_origins: tuple[str, ...] = ()  # web pages that may post receipts
     receipts_rate: int = 1000  # receipts a second that one address may report …

@@ -18,7 +18,6 @@ WALL = {
     "sloscope/clock.py",  # the one clock of everything that is recorded
     "sloscope/ids.py",  # the time in a ULID
     "sloscope/demo/injection.py",  # when it injected, to be found in the record
-    "exporter/questions.py",  # sloscope_sql_computed_at_seconds
     "queries/compaction.py",  # how long ago the last record of a request came
 }
 # Words that look like metrics.

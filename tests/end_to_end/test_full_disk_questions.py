@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from queries.compaction import compact
+from exporter.questions import Questions
 from sloscope.clock import FakeClock
+from sloscope.contract import from_shorthand
 from sloscope.journal import JournalWriter
 from tests.command import sloscope
 from tests.queries.journal_factory import MS, SECOND, new_id, write_request
@@ -68,7 +69,8 @@ def asked(events: Path, question: str) -> tuple[list[dict[str, str]], str]:
 
 def test_a_full_disk_is_read_in_place_and_left_as_it_was(disk: Path, tmp_path: Path) -> None:
     record(disk, range(1, COMPACTED + 1))
-    compact(disk)
+    control = Questions(disk, from_shorthand("ttft:300 itl_max:30"))
+    assert control.ask("goodput")[0]["offered"] == COMPACTED
     record(disk, range(COMPACTED + 1, REQUESTS + 1))
     roomy = tmp_path / "roomy"
     shutil.copytree(disk, roomy)
@@ -88,6 +90,10 @@ def test_a_full_disk_is_read_in_place_and_left_as_it_was(disk: Path, tmp_path: P
         assert "No space left on device" in said and "for this answer alone" in said
     (goodput,) = asked(disk, "goodput")[0]
     assert int(goodput["offered"]) == REQUESTS
+    assert listed(disk) == before
+
+    assert control.ask("goodput")[0]["offered"] == REQUESTS, "the control plane answers as the command does"
+    assert control.ask("goodput", (0, 1))[0]["offered"] == 0, "over the window that it is asked for"
     assert listed(disk) == before
 
     (disk / "ballast").unlink()

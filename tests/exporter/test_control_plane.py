@@ -275,5 +275,7 @@ def test_sql_results_become_series_with_the_time_of_their_making(tmp_path: Path)
             publishing.cancel()
             assert total(control.store, "sloscope_sql_failures_total") == 0
             assert total(control.store, "sloscope_sql_attainment_ratio") == 1
+            assert b"sloscope_sql_attainment_ratio" in await control.metrics()
+            await control.link.close()
 
     run(main())

@@ -354,7 +354,7 @@ def test_a_late_reason_is_of_the_client_or_the_sidecar_and_never_of_the_engine(t
 
 def test_who_reports_without_end_is_told_when_to_go_on_and_nobody_else_is(tmp_path: Path) -> None:
     rate = 1000  # receipts a second, after a burst of 20,000
-    refused = {"receipts": [{}] * MAX_BATCH}  # a refusal costs time, too
+    refused: dict[str, Any] = {"receipts": [{}] * MAX_BATCH}  # a refusal costs time, too
     size = len(json.dumps(refused, separators=(",", ":"))) // 2048  # which bytes add: 3014 // 2048 = 1
 
     async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
@@ -450,7 +450,7 @@ def test_an_events_directory_that_cannot_be_written_costs_the_records_and_never_
     async def test(client: httpx.AsyncClient, plane: ControlPlane) -> None:
         assert (await client.post("/v1/receipts", json=receipt())).json() == {"accepted": 1, "rejected": []}
         with pytest.raises(SloscopeError):
-            published(plane.questions)
+            published(plane.questions, 0, 0)
         answer = await client.get("/metrics")
         assert answer.status_code == 200 and "NaN" not in answer.text
         assert total(plane.store, "sloscope_client_requests_qualified_total") == 1
