@@ -7,6 +7,8 @@ MODEL ?= builtin-14m
 TRACE ?=
 FUZZ_SECONDS ?= 30
 export OMP_NUM_THREADS ?= 1
+# Tests start a hundred processes, each of which can read what the first has compiled.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo lab test histories check e2e fuzz gpu generate clean
 

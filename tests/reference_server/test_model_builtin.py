@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 
 from reference_server.builtin import SIZES, make_builtin
@@ -10,6 +11,7 @@ from reference_server.model_store import BUILTIN
 from reference_server.sampler import sample, sampling_values
 from reference_server.step_types import SamplingParams, StepItem
 from reference_server.tokenizer import Tokenizer
+from sloscope.errors import ConfigError
 
 
 def test_the_same_seed_gives_the_same_model() -> None:
@@ -59,6 +61,11 @@ def test_a_greedy_answer_does_not_run_in_a_short_circle() -> None:
         position, new = position + len(new), [token]
         tokens.append(token)
     assert len(set(tokens[-100:])) > 20
+
+
+def test_a_type_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^dtype: 'int1'; accepted: float32, bfloat16"):
+        make_runner(make_builtin(), kv_blocks=64, dtype="int1")
 
 
 def test_it_is_made_in_under_a_second() -> None:

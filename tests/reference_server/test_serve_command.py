@@ -107,7 +107,6 @@ def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], line: str) -> No
     ("arguments", "line"),
     [
         (["--events", "/proc/nowhere"], "error: events directory '/proc/nowhere': No such file or directory"),
-        (["--dtype", "int1"], "error: dtype: 'int1'; accepted: float32, bfloat16"),
         (["--kv-blocks", "2147483648", "--block-tokens", "2147483648"], "error: kv_blocks: 2147483648 of 2147483648"),
     ],
 )
