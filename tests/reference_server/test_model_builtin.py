@@ -64,7 +64,7 @@ def test_a_greedy_answer_does_not_run_in_a_short_circle() -> None:
 
 
 def test_a_type_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^dtype: 'int1'; accepted: float32, bfloat16"):
+    with pytest.raises(ConfigError, match=r"^dtype: 'int1'; accepted: float32, bfloat16"):
         make_runner(make_builtin(), kv_blocks=64, dtype="int1")
 
 
