@@ -84,6 +84,7 @@ def dashboard() -> Any:
                     panels_recorder.troubles,
                     panels_sql.dispatch_lag,
                     panels_recorder.builds,
+                    panels_recorder.served_models,
                 ),
             ),
         ),

@@ -104,3 +104,12 @@ def builds() -> Any:
         "Version, contract and observer of every scraped process. Two contract hashes: do not compare their numbers.",
         [style.query(promql.highest(build, ("version", "contract_hash", "observer")), "")],
     )
+
+
+def served_models() -> Any:
+    info = promql.row("sloscope_engine_info")
+    return style.facts(
+        "What the reference server serves",
+        "The models of the reference servers. Their engine metrics have no label for it: one server, one model.",
+        [style.query(promql.highest(info, ("model",)), "")],
+    )

@@ -23,7 +23,7 @@ from exporter.settings import Settings, parse_engine_metrics, tls_context
 from sloscope import catalogue
 from sloscope.clock import Clock
 from sloscope.exposition import OTHER, MetricStore, Row
-from sloscope.foreign_names import MODEL_LABELS, REPLICA_LABELS, SOURCES, Source
+from sloscope.foreign_names import MODEL_LABELS, MODEL_TOLD_BY, REPLICA_LABELS, SOURCES, Source
 
 MAX_BYTES = 2 << 20
 MAX_LINE = 1024  # characters of a line that is parsed
@@ -62,7 +62,7 @@ class Reading(NamedTuple):
 
 def _wanted() -> frozenset[str]:
     """Sample names of any use."""
-    names: set[str] = set()
+    names = set(MODEL_TOLD_BY.values())
     for source in SOURCES:
         for name in source.spellings():
             suffixes = ("_bucket", "_sum") if source.metric.kind == "histogram" else ("",)
@@ -110,11 +110,13 @@ def read(text: str, limit: Limit) -> Reading:
         found.setdefault(match[1], {})[tuple(sorted(labels.items()))] = value
     values: dict[tuple[str, Labels], float] = {}
     histograms: dict[tuple[str, Labels], Buckets] = {}
+    told = {kind: _told(found.get(name, {})) for kind, name in MODEL_TOLD_BY.items()}
     for source in SOURCES:
+        model = told.get(source.kind, NOT_TOLD)
         if source.metric.kind == "histogram":
-            _add_histograms(source, found, limit, histograms, skipped)
+            _add_histograms(source, found, limit, model, histograms, skipped)
         else:
-            _add_values(source, found, limit, values)
+            _add_values(source, found, limit, model, values)
     finite = {place: value for place, value in values.items() if math.isfinite(value)}  # a sum can overflow
     return Reading(finite, histograms, skipped, lines)
 
@@ -141,19 +143,24 @@ def _one_replica(series: Series) -> Iterator[tuple[dict[str, str], float]]:
             yield labels, value
 
 
-def _model(labels: Mapping[str, str]) -> str:
-    return next((labels[name] for name in MODEL_LABELS if labels.get(name)), NOT_TOLD)
+def _model(labels: Mapping[str, str], otherwise: str = NOT_TOLD) -> str:
+    return next((labels[name] for name in MODEL_LABELS if labels.get(name)), otherwise)
+
+
+def _told(series: Series) -> str:
+    return _model(dict(next(iter(series), ())))
 
 
 def _add_values(
-    source: Source, found: Mapping[str, Series], limit: Limit, values: dict[tuple[str, Labels], float]
+    source: Source, found: Mapping[str, Series], limit: Limit, model: str, values: dict[tuple[str, Labels], float]
 ) -> None:
+    """`model`: of the samples that name none."""
     name = _first_exposed(source, found)
     sums: dict[Labels, float] = {}
     whole: dict[Labels, float] = {}
     label, selected = source.only
     for labels, value in _one_replica(found.get(name, {})):
-        key: Labels = (source.kind, limit("model", _model(labels)))
+        key: Labels = (source.kind, limit("model", _model(labels, model)))
         if "reason" in source.metric.labels:
             key = (*key, limit("reason", labels.get(source.reason_label, "") or source.reason or NOT_TOLD))
         whole[key] = whole.get(key, 0.0) + value
@@ -176,6 +183,7 @@ def _add_histograms(
     source: Source,
     found: Mapping[str, Series],
     limit: Limit,
+    model: str,
     histograms: dict[tuple[str, Labels], Buckets],
     skipped: Counter[str],
 ) -> None:
@@ -191,7 +199,7 @@ def _add_histograms(
             skipped["bad_line"] += 1
             continue
         parts.setdefault(_identity(labels), {})[edge] = value
-        models[_identity(labels)] = limit("model", _model(labels))
+        models[_identity(labels)] = limit("model", _model(labels, model))
     for identity, counts in parts.items():
         ordered = dict(sorted(counts.items()))
         if math.inf not in ordered or identity not in sums or not _grows(ordered.values()):

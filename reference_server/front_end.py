@@ -187,6 +187,7 @@ class FrontEnd:
         with contextlib.suppress(ModelFileError):
             self.tokenizer.encode(self.tokenizer.render_chat([{"role": "user", "content": "warm up"}]))
         self.model: str = message["model"]
+        self.metrics.set("sloscope_engine_info", 1, (self.model,))
         self.mask_eos: bool = message["mask_eos"]
         self.max_context: int = message["max_context"]
         self.max_body_bytes = max(LEAST_BODY_BYTES, BODY_BYTES_PER_TOKEN * self.max_context)

@@ -105,6 +105,7 @@ def _engine(
 
 
 _ENGINE = [
+    _engine("info", "info", "The model that this server serves; its other engine metrics carry no label for what they share.", ("model",), optional=True),
     _engine("queue_seconds", "histogram", "From arrival in the scheduler to admission into the batch.", (), WORK_EDGES),
     _engine("prefill_seconds", "histogram", "From admission into the batch to the first token computed; steps whose token budget went to others included.", (), WORK_EDGES),
     _engine("decode_step_seconds", "histogram", "Duration of iterations that decoded only.", (), WORK_EDGES),

@@ -15,6 +15,8 @@ from sloscope.catalogue import Metric
 
 FAMILY_PREFIX = f"{catalogue.PREFIX}upstream_engine_"
 MODEL_LABELS = ("model_name", "model")
+# Where no sample of a kind has such a label, the first sample of this name says it for all of them.
+MODEL_TOLD_BY = {"sloscope": "sloscope_engine_info"}
 # Ranks that run one model together say the same thing of the same requests; the first one that speaks is listened to.
 # A data-parallel rank has requests of its own, so `dp_rank` and vLLM's `engine` are not among them: those add up.
 REPLICA_LABELS = ("tp_rank", "pp_rank", "moe_ep_rank")

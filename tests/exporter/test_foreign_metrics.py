@@ -160,19 +160,20 @@ def test_our_own_engine_is_read_by_its_states_and_blocks() -> None:
         store.set("sloscope_engine_requests", count, (state,))
     for kind, blocks in (("resident", 30), ("reserved", 20), ("free", 50)):
         store.set("sloscope_engine_kv_blocks", blocks, (kind,))
+    store.set("sloscope_engine_info", 1, (MODEL,))
     store.inc("sloscope_engine_prompt_tokens_total", 70)
     store.inc("sloscope_engine_prefix_reused_tokens_total", 30)
     store.inc("sloscope_engine_requests_ended_total", 3, ("completed",))
     store.observe("sloscope_engine_ttft_seconds", 30_000_000)
     found = parsed(store.render().decode())
-    assert value(found, "requests_running", "sloscope", model="unknown") == 1 + 4
-    assert value(found, "requests_waiting", "sloscope", model="unknown") == 2 + 16
-    assert value(found, "kv_usage_ratio", "sloscope", model="unknown") == 0.3  # 30 / (30 + 20 + 50)
-    assert value(found, "prompt_tokens_total", "sloscope", model="unknown") == 70 + 30
-    assert value(found, "prefix_queried_tokens_total", "sloscope", model="unknown") == 70 + 30
-    assert value(found, "prefix_reused_tokens_total", "sloscope", model="unknown") == 30
-    assert value(found, "requests_total", "sloscope", "completed", model="unknown") == 3
-    counts, seconds = buckets(found, "ttft_seconds", "sloscope", model="unknown")
+    assert value(found, "requests_running", "sloscope") == 1 + 4
+    assert value(found, "requests_waiting", "sloscope") == 2 + 16
+    assert value(found, "kv_usage_ratio", "sloscope") == 0.3  # 30 / (30 + 20 + 50)
+    assert value(found, "prompt_tokens_total", "sloscope") == 70 + 30
+    assert value(found, "prefix_queried_tokens_total", "sloscope") == 70 + 30
+    assert value(found, "prefix_reused_tokens_total", "sloscope") == 30
+    assert value(found, "requests_total", "sloscope", "completed") == 3
+    counts, seconds = buckets(found, "ttft_seconds", "sloscope")
     assert (counts[0.02], counts[0.04], seconds) == (0, 1, 0.03)
     assert found.skipped == {}
 

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from exporter.engine_metrics import read
 from sloscope import catalogue
 from sloscope.ids import is_request_id, new_request_id
 from sloscope.journal import journal_files, writer_of
@@ -248,6 +249,14 @@ def test_who_was_offered_has_ended_or_is_alive(served: Served) -> None:
     for conversation in conversations:
         conversation.close()
     until(lambda: offered_and_ended() == (before + 6, before + 6))
+
+
+def test_its_metrics_say_which_model_it_serves_and_a_sidecar_reads_it(served: Served) -> None:
+    (listed,) = httpx.get(f"{served.url}/v1/models", timeout=10).json()["data"]
+    assert served.metrics()[f'sloscope_engine_info{{model="{listed["id"]}"}}'] == 1
+    served.text(max_tokens=1)
+    reading = read(httpx.get(f"{served.url}/metrics", timeout=10).text, lambda _, value: value)
+    assert {labels[:2] for _, labels in (*reading.values, *reading.histograms)} == {("sloscope", listed["id"])}
 
 
 def test_a_request_runs_on_untouched_while_others_leave(served: Served) -> None:
