@@ -16,6 +16,11 @@ def read(path: str) -> str:
         raise ConfigError(f"--token-file: {path!r} cannot be read; accepted: a text file with the token") from None
     if path and not token:
         raise ConfigError(f"--token-file: {path!r} is empty; accepted: a text file with the token")
+    return checked(token, "--token-file" if path else VARIABLE)
+
+
+def checked(token: str, field: str) -> str:
+    """The token, which becomes a header value: nothing in it may end the line."""
     if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"{'--token-file' if path else VARIABLE}: accepted: one line of printable ASCII")
+        raise ConfigError(f"{field}: accepted: one line of printable ASCII")
     return token

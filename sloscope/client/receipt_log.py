@@ -85,6 +85,10 @@ class ReceiptLog:
         return next(said, self._error_before)
 
     @property
+    def keeps_records(self) -> bool:
+        return self._events is not None
+
+    @property
     def path(self) -> Path | None:
         return None if self._writer is None else self._writer.path
 
@@ -134,6 +138,8 @@ class ReceiptLog:
             n_choices,
             limits.min_tokens,
             lag_since or self._lag_since,
+            resolved,
+            fields,
         )
         self._open[id(recorder)] = recorder
         return recorder
@@ -319,7 +325,8 @@ def _forked() -> None:
 
 
 @atexit.register
-def _leave() -> None:
+def leave_all() -> None:
+    """The process ends: what is open has, and is recorded. Safe to call twice."""
     for log in list(_logs):
         log.leave()
 

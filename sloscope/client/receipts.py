@@ -1,137 +1,198 @@
 """Posts what was recorded to a sidecar's control plane, so that its `client` series show real receipts.
 
-The records themselves stand in this process's journal; a post says so (`recorded`) and is never written twice.
+The records themselves stand in this process's journal, whose name a post tells: where that directory is the sidecar's,
+they are counted there and not written again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
+import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from sloscope.client.h1 import Origin, Pool, Reply, fetch
+from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.recorder import RequestRecorder
+from sloscope.errors import ConfigError
 
 POST_EVERY_S = 1.0
-# Encoding a post must not hold the loop for longer than a millisecond or two.
+_PATH = "/v1/receipts"
+_TIMEOUT_S = 5.0
+# Who takes a post understands it in a millisecond or two.
 _MOST_REQUESTS = 200
-_MOST_EVENTS = 10_000
+_MOST_BYTES = 256 << 10
 # Beyond either the control plane is not keeping up; the oldest are given up and counted.
 _MOST_WAITING = 20_000  # requests
-_MOST_WAITING_EVENTS = 1_000_000  # some 64 bytes of memory each
-
-
-class _Planned(Protocol):
-    @property
-    def class_name(self) -> str: ...
-    @property
-    def tenant(self) -> str: ...
-
-
-class _Target(Protocol):
-    @property
-    def model(self) -> str: ...
+_MOST_WAITING_BYTES = 64 << 20
 
 
 class ReceiptPoster:
-    def __init__(
-        self, control: Origin, target: _Target, clock_id: str, tls: ssl.SSLContext | None = None, token: str = ""
-    ) -> None:
+    """`add` may be called in any thread, also by a finaliser. The rest is asyncio: one loop at a time, from `start` to
+    `close`.
+    """
+
+    def __init__(self, control: Origin, tls: ssl.SSLContext | None = None, token: str = "") -> None:
         """`token`: the bearer token that the control plane asks for; "": none."""
-        self._headers = {"content-type": "application/json"}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
-        self._pool = Pool(control, tls)
-        self._model = target.model
-        self._clock_id = clock_id
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._events = 0  # of those
+        self._control = control
+        self._tls = tls
+        self._headers = _headers(token)
+        self._most_bytes = _MOST_BYTES  # of a post, as far as is known
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing waits and nothing has failed, as in a forked child, whose parent posts what was there."""
+        # A finaliser may run in a thread that holds it.
+        self._lock = threading.RLock()
+        self._waiting: deque[bytes] = deque()  # as JSON
+        self._bytes = 0  # of those
         self.failed = 0  # requests whose receipts did not arrive
         self.last_error = ""
 
-    def add(self, recorder: RequestRecorder, planned: _Planned) -> None:
-        entry = receipt(recorder, self._clock_id, class_=planned.class_name, model=self._model, tenant=planned.tenant)
-        self._waiting.append(entry)
-        self._events += len(entry["t_ns"])
-        while len(self._waiting) > _MOST_WAITING or (self._events > _MOST_WAITING_EVENTS and len(self._waiting) > 1):
-            self._events -= len(self._waiting.popleft()["t_ns"])
-            self.failed += 1
+    def add(self, recorder: RequestRecorder, log: ReceiptLog) -> None:
+        entry = orjson.dumps(receipt(recorder, log))
+        with self._lock:
+            self._waiting.append(entry)
+            self._bytes += len(entry)
+            while len(self._waiting) > _MOST_WAITING or (self._bytes > _MOST_WAITING_BYTES and len(self._waiting) > 1):
+                self._bytes -= len(self._waiting.popleft())
+                self._fail(1, "the control plane does not keep up")
 
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(POST_EVERY_S)
-            await self._post_waiting()
+    def start(self) -> None:
+        self._stop = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run(self._stop))
 
-    async def close(self) -> int:
-        """Posts the rest, unless the control plane does not answer; the requests whose receipts did not arrive."""
-        await self._post_waiting()
-        self.failed += len(self._waiting)
-        self._waiting.clear()
-        self._events = 0
-        await self._pool.close()
-        return self.failed
+    async def close(self, patience_s: float | None = None) -> None:
+        """Posts the rest for so long (None: as long as the control plane takes it); what is left then has failed."""
+        self._stop.set()
+        await asyncio.wait({self._task}, timeout=patience_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with self._lock:
+            self._fail(len(self._waiting), self.last_error or "no time was left to post it")
+            self._waiting.clear()
+            self._bytes = 0
 
-    def _take_batch(self) -> list[dict[str, Any]]:
-        batch: list[dict[str, Any]] = []
-        events = 0
-        while self._waiting and len(batch) < _MOST_REQUESTS:
-            events += len(self._waiting[0]["t_ns"])
-            if batch and events > _MOST_EVENTS:
-                break
-            batch.append(self._waiting.popleft())
-            self._events -= len(batch[-1]["t_ns"])
+    async def _run(self, stop: asyncio.Event) -> None:
+        pool = Pool(self._control, self._tls)
+        try:
+            is_last = False
+            while not is_last:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stop.wait(), POST_EVERY_S)
+                is_last = stop.is_set()  # before the post, which then has all that was added
+                await self._post_waiting(pool)
+        finally:
+            await pool.close()
+
+    def _take_batch(self) -> list[bytes]:
+        batch: list[bytes] = []
+        size = 0
+        with self._lock:
+            while self._waiting and len(batch) < _MOST_REQUESTS:
+                size += len(self._waiting[0]) + 1
+                if batch and size > self._most_bytes:
+                    break
+                batch.append(self._waiting.popleft())
+                self._bytes -= len(batch[-1])
         return batch
 
-    def _give_back(self, batch: list[dict[str, Any]]) -> None:
-        self._waiting.extendleft(reversed(batch))
-        self._events += sum(len(entry["t_ns"]) for entry in batch)
+    def _give_back(self, batch: list[bytes]) -> None:
+        with self._lock:
+            self._waiting.extendleft(reversed(batch))
+            self._bytes += sum(map(len, batch))
 
-    async def _post_waiting(self) -> None:
+    def _fail(self, requests: int, why: str) -> None:
+        with self._lock:
+            if requests:
+                self.failed += requests
+                self.last_error = why
+
+    async def _post_waiting(self, pool: Pool) -> None:
         """Stops at a control plane that does not answer or has had enough; what still waits is tried a second later."""
-        while self._waiting:
-            batch = self._take_batch()
+        while batch := self._take_batch():
+            body = b'{"receipts":[%b]}' % b",".join(batch)
             try:
-                reply = await fetch(
-                    self._pool,
-                    "POST",
-                    "/v1/receipts",
-                    self._headers,
-                    orjson.dumps({"receipts": batch}),
-                    timeout_s=5.0,
-                )
+                reply = await fetch(pool, "POST", _PATH, self._headers, body, _TIMEOUT_S)
             except (OSError, TimeoutError) as error:
-                self.failed += len(batch)
-                self.last_error = str(error) or type(error).__name__
+                self._fail(len(batch), str(error) or type(error).__name__)
                 return
+            except asyncio.CancelledError:
+                self._fail(len(batch), "no answer in time")
+                raise
             if reply.status == 429:
                 self._give_back(batch)
                 self.last_error = "status 429"
                 return
+            if reply.status == 413 and len(batch) > 1:
+                # How much it takes only it knows (--receipts-max-bytes), and one long receipt need not stop the others.
+                self._most_bytes = len(body) // 2
+                self._give_back(batch)
+                continue
             self._count_refused(reply, len(batch))
 
     def _count_refused(self, reply: Reply, sent: int) -> None:
         """The control plane takes receipts one by one and says which it refused and why."""
         try:
-            answer = orjson.loads(reply.body)
-            refused = answer["rejected"]
-            self.failed += len(refused)
+            refused = orjson.loads(reply.body)["rejected"]
             if refused:
-                self.last_error = str(refused[0]["error"])
+                self._fail(len(refused), str(refused[0]["error"]))
         except (ValueError, KeyError, IndexError, TypeError):
             if reply.status >= 300:
-                self.failed += sent
-                self.last_error = f"status {reply.status}"
+                self._fail(sent, f"status {reply.status}")
 
 
-def receipt(recorder: RequestRecorder, clock_id: str, *, class_: str, model: str, tenant: str) -> dict[str, Any]:
+def _headers(token: str) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    return headers | {"authorization": f"Bearer {token}"} if token else headers
+
+
+async def probe_control(control: Origin, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+    """Posts no receipt at all, which a control plane refuses in its own words. Raises ConfigError for anything else."""
+    pool = Pool(control, tls)
+    try:
+        reply = await fetch(pool, "POST", _PATH, _headers(token), b'{"receipts":[]}')
+    except (OSError, TimeoutError) as error:
+        raise ConfigError(f"--receipts: {control} cannot be reached: {str(error) or type(error).__name__}") from None
+    finally:
+        await pool.close()
+    said = _error_of(reply)
+    # One that reports too much for now (429) is tried again later, as in the run.
+    if reply.status in (200, 429) or (reply.status == 400 and said.startswith("body:")):
+        return
+    if reply.status == 401:
+        raise ConfigError(
+            f"--receipts: {control} answered 401; accepted: --token-file FILE, or SLOSCOPE_TOKEN, with its bearer token"
+        )
+    because = f" ({said[:200]})" if said else ""
+    raise ConfigError(
+        f"--receipts: {control} answered {reply.status}{because}; accepted: the control address of a sidecar"
+        + (", not the one that forwards requests" if reply.status == 404 else "")
+    )
+
+
+def _error_of(reply: Reply) -> str:
+    """What a control plane says is wrong, on one line; "" for an answer that is none of its own."""
+    try:
+        error = orjson.loads(reply.body)["error"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return ""
+    return " ".join(error.split()) if isinstance(error, str) else ""
+
+
+def receipt(recorder: RequestRecorder, log: ReceiptLog) -> dict[str, Any]:
     """One entry of `POST /v1/receipts`. Fields that are not known are left out."""
     assert recorder.ended is not None
+    begun, resolved, path = recorder.begun, recorder.resolved, log.path
     entry = {
         "request_id": recorder.request_id,
-        "clock_id": clock_id,
+        "clock_id": log.clock.clock_id,
+        # For a sidecar on another host, which has no other way to place these stamps.
+        "anchor": {"mono_ns": log.clock.monotonic_ns(), "wall_ns": log.clock.wall_ns()},
         "send_ns": recorder.send_ns,
         "intended_ns": recorder.intended_ns,
         "t_ns": recorder.t_ns.tolist(),
@@ -142,16 +203,23 @@ def receipt(recorder: RequestRecorder, clock_id: str, *, class_: str, model: str
         "reason": recorder.ended.reason,
         "finish_reason": recorder.finish_reasons or None,
         "end_ns": recorder.end_ns,
+        "prompt_tokens": recorder.prompt_tokens,
         "output_tokens": recorder.output_tokens,
         "token_source": recorder.token_source,
-        "class": class_,
-        "model": model,
-        "tenant": tenant or None,
-        "streaming": recorder.streaming,
+        "class": (resolved.class_name or None) if resolved is not None else None,
+        "own_limits": dict(resolved.own) or None if resolved is not None else None,
+        "model": begun.get("model"),
+        "tenant": begun.get("tenant"),
+        "external_id": begun.get("external_id"),
+        "retry_of": begun.get("retry_of"),
+        "max_tokens": begun.get("max_tokens"),
+        "labels": begun.get("labels"),
+        "streaming": recorder.streamed if recorder.streaming is None else recorder.streaming,
         "n_choices": recorder.n_choices,
         "loop_lag_max_ns": recorder.loop_lag_max_ns,
         "consumer_hold_ns": recorder.consumer_hold_ns,
         "http_status": recorder.http_status,
-        "recorded": True,
+        "recorded": log.keeps_records or None,
+        "journal": None if path is None else path.name,
     }
     return {name: value for name, value in entry.items() if value is not None}

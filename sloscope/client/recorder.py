@@ -7,11 +7,12 @@ the stamp in; nothing here reads a clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 
 from sloscope import records
+from sloscope.contract import Resolved
 from sloscope.definitions import Ended, Summary
 from sloscope.stream_record import StreamRecord
 
@@ -45,6 +46,7 @@ class RequestRecorder:
         "_stream",
         "_waits",
         "_written",
+        "begun",
         "choice",
         "consumer_hold_ns",
         "end_ns",
@@ -55,6 +57,7 @@ class RequestRecorder:
         "n_choices",
         "pending_since_ns",
         "request_id",
+        "resolved",
         "send_ns",
         "streaming",
         "t_ns",
@@ -72,6 +75,8 @@ class RequestRecorder:
         n_choices: int | None,
         min_tokens: int,
         lag_since: Callable[[int], int] | None = None,
+        resolved: Resolved | None = None,
+        begun: Mapping[str, Any] | None = None,
     ) -> None:
         self._log = log
         self._lag_since = lag_since
@@ -80,6 +85,8 @@ class RequestRecorder:
         self.intended_ns = intended_ns
         self.streaming = streaming  # asked for; None: the request could not be read
         self.n_choices = n_choices  # likewise
+        self.resolved = resolved  # None: nothing was promised
+        self.begun = begun or {}  # further fields of its begin
         self._min_tokens = min_tokens
         self._stream = stream = StreamRecord(orjson.loads, _MAX_BODY_BYTES, streaming, n_choices or 1)
         self.t_ns, self.choice, self.type, self.tokens = stream.t_ns, stream.choice, stream.type, stream.tokens

@@ -236,11 +236,7 @@ class Replay:
         self._closes_ns = NEVER_NS
         self._timer: asyncio.TimerHandle | None = None
         self._closing: asyncio.TimerHandle | None = None
-        self._poster = (
-            ReceiptPoster(receipts, target, self._log.clock.clock_id, tls, receipts_token)
-            if receipts is not None
-            else None
-        )
+        self._poster = ReceiptPoster(receipts, tls, receipts_token) if receipts is not None else None
 
     @property
     def open(self) -> int:
@@ -264,7 +260,7 @@ class Replay:
         tasks = [loop.create_task(self._tick(progress))]
         self._lag.start()
         if self._poster is not None:
-            tasks.append(loop.create_task(self._poster.run()))
+            self._poster.start()
         try:
             self._t0_ns = t0_ns if t0_ns is not None else time.monotonic_ns() + _START_IN_NS
             self._closes_ns = self._t0_ns + self._schedule.span_ns + self._drain_ns
@@ -288,7 +284,8 @@ class Replay:
                 sent.call.abort()
             self.tally.retries_not_sent += len(self._retries)
             if self._poster is not None:
-                self.tally.receipts_failed = await self._poster.close()
+                await self._poster.close()
+                self.tally.receipts_failed = self._poster.failed
                 self.tally.receipts_error = self._poster.last_error
             for pool in self._pools:
                 await pool.close()
@@ -420,10 +417,9 @@ class Replay:
     def _on_end(self, recorder: RequestRecorder) -> None:
         assert recorder.ended is not None
         sent = self._open.pop(recorder.request_id)
+        if self._poster is not None:
+            self._poster.add(recorder, self._log)  # warm-up too, whose label the control plane knows
         if not sent.planned.warmup:
-            # Warm-up is excluded by rule, from the counters of a control plane too.
-            if self._poster is not None:
-                self._poster.add(recorder, sent.planned)
             self._count(recorder, sent)
         self._retry(sent)
         self._end_when_idle()

@@ -16,6 +16,7 @@ from sloscope import bearer_token
 from sloscope import contract as contracts
 from sloscope.client import contract_file, replay_processes, replay_report, schedule, traces
 from sloscope.client.h1 import Origin, parse_url
+from sloscope.client.receipts import probe_control
 from sloscope.client.replay import APIS, Conduct, Tally, Target, probe
 from sloscope.client.replay_processes import Job, Progress
 from sloscope.client.traces import Arrivals, Lengths, arrivals, synthetic
@@ -179,6 +180,8 @@ def replay(
     natural = lengths == "natural" or (lengths == "auto" and target.owned_by == OWNER)
     if natural != plan.natural:
         fixed = schedule.build(loaded.rows, promised, replace(plan, natural=natural))
+    if control is not None:
+        replay_processes.run_coroutine(probe_control(control, token))
     contract_file.keep(promised, contract, events)
     kind = "natural" if natural else "forced" if target.ignore_eos else "capped"
     message(_opening(loaded, fixed, target, kind, plan, number))

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import orjson
@@ -36,6 +36,9 @@ from sloscope.contract import Contract, Limits, Resolved
 from sloscope.errors import ContractError
 from sloscope.ids import is_request_id, new_request_id
 from sloscope.stream_record import MAX_CHOICES
+
+if TYPE_CHECKING:
+    from sloscope.client.receipt_posting import ReceiptPosting
 
 ID_HEADER = "x-sloscope-request-id"
 RETRY_HEADER = "x-sloscope-retry-of"
@@ -86,7 +89,10 @@ class _Observer:
         tenant: str | None,
         labels: Mapping[str, str | int | float | bool] | None,
         on_end: Callable[[RequestRecorder], None] | None,
+        receipts: str | None,
+        receipts_token: str,
     ) -> None:
+        self.posting = _posting(receipts, receipts_token) if receipts is not None else None
         self._contract = contracts.load(contract) if isinstance(contract, (str, Path)) else contract
         self._contract_hash = self._contract.hash if self._contract is not None else None
         self._tenant = tenant
@@ -110,7 +116,9 @@ class _Observer:
             return None
 
     def _tell(self, recorder: RequestRecorder) -> None:
-        on_end = self._on_end
+        on_end, posting = self._on_end, self.posting
+        if posting is not None:
+            self.guard(lambda: posting.add(recorder, self.log))
         if on_end is not None:
             self.guard(lambda: on_end(recorder))
 
@@ -119,6 +127,8 @@ class _Observer:
         if request.method != "POST" or not request.url.path.rstrip("/").endswith("/completions"):
             return None
         send_ns = time.monotonic_ns()
+        if self.posting is not None:
+            self.guard(self.posting.start)
         recorder: RequestRecorder | None = self.guard(lambda: self._begin(request, send_ns, in_loop))
         return recorder
 
@@ -236,6 +246,25 @@ class _Observer:
 
     def close(self) -> None:
         self.guard(self.log.close)
+        if self.posting is not None:
+            self.guard(self.posting.close)
+
+    async def aclose(self) -> None:
+        self.guard(self.log.close)
+        if self.posting is not None:
+            from anyio import CancelScope, to_thread  # of httpx's own needs
+
+            # What other tasks read must not wait for a control plane.
+            with CancelScope(shield=True):
+                await to_thread.run_sync(self.guard, self.posting.close)
+
+
+def _posting(url: str, token: str) -> ReceiptPosting:
+    """Raises ConfigError."""
+    # httptools is needed by who posts alone.
+    from sloscope.client.receipt_posting import ReceiptPosting
+
+    return ReceiptPosting(url, token)
 
 
 class _Recording:
@@ -252,8 +281,10 @@ class _Recording:
         tenant: str | None = None,
         labels: Mapping[str, str | int | float | bool] | None = None,
         on_end: Callable[[RequestRecorder], None] | None = None,
+        receipts: str | None = None,
+        receipts_token: str = "",
     ) -> None:
-        self._observer = _Observer(events, contract, tenant, labels, on_end)
+        self._observer = _Observer(events, contract, tenant, labels, on_end, receipts, receipts_token)
         self._inner = inner if inner is not None else self._default_inner()
 
     @property
@@ -262,19 +293,27 @@ class _Recording:
         return self._observer.errors + self._observer.log.lost
 
     @property
+    def receipts_failed(self) -> int:
+        """Requests whose receipts did not reach the control plane."""
+        return 0 if self._observer.posting is None else self._observer.posting.failed
+
+    @property
     def last_error(self) -> str:
-        return self._observer.last_error or self._observer.log.last_error
+        posting = self._observer.posting
+        own = self._observer.last_error or self._observer.log.last_error
+        return own or ("" if posting is None else posting.last_error)
 
 
 class ReceiptTransport(_Recording, httpx.BaseTransport):
     """Records every POST to …/completions that passes through. Bodies pass unchanged; a request gets its id (and that
     of the request it retries) as headers, and Accept-Encoding keeps only what can be read here (gzip, deflate).
 
-    `events`: directory of the records; None with `on_end` alone. `contract`: a Contract, a TOML file, or None, when
-    requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().
-    `on_end` is called with the RequestRecorder of each request that ended, in the thread that ended it.
+    `events`: directory of the records; None with `on_end` or `receipts` alone. `contract`: a Contract, a TOML file, or
+    None, when requests carry no limits. `inner`: the transport that does the work, by default httpx.HTTPTransport().
+    `on_end` is called with the RequestRecorder of each request that ended, in the thread that ended it. `receipts`: the
+    control address of a sidecar, to which they are posted once a second, `receipts_token` its bearer token.
 
-    Raises JournalError or ContractError here, before anything is sent, and nothing of its own afterwards.
+    Raises JournalError, ContractError or ConfigError here, before anything is sent, and nothing of its own afterwards.
     """
 
     _default_inner = httpx.HTTPTransport
@@ -322,7 +361,7 @@ class AsyncReceiptTransport(_Recording, httpx.AsyncBaseTransport):
         try:
             await self._inner.aclose()
         finally:
-            self._observer.close()
+            await self._observer.aclose()
 
 
 class _Watched:

@@ -3,63 +3,77 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 
 from sloscope.client import receipts
-from sloscope.client.h1 import Origin
+from sloscope.client.h1 import Origin, parse_url
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import ReceiptPoster
-from sloscope.clock import FakeClock
+from sloscope.clock import FakeClock, SystemClock
 from sloscope.ids import new_request_id
+from tests.client.control import control_plane
+from tests.client.sse_server import Asked, Reply, SseServer
 
-TAKEN = b'{"accepted":2,"rejected":[]}'
+
+def add(poster: ReceiptPoster, log: ReceiptLog, events: int = 2) -> None:
+    recorder = log.open(new_request_id(), 0, streaming=True)
+    recorder.response(200, {"content-type": "text/event-stream"})
+    recorder.receive(1, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n' * events)
+    recorder.end(2)
+    poster.add(recorder, log)
 
 
 def test_receipts_that_are_too_many_for_now_wait_and_are_not_lost() -> None:
-    answers = [
-        b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 2\r\n\r\n{}",
-        b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(TAKEN), TAKEN),
-    ]
-    bodies: list[bytes] = []
+    async def control(asked: Asked, reply: Reply) -> None:
+        if asked.number == 0:
+            await reply.json(429, {}, {"retry-after": "1"})
+        else:
+            await reply.json(200, {"accepted": len(asked.json["receipts"]), "rejected": []})
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                (length,) = (line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-                bodies.append(await reader.readexactly(int(length.partition(b":")[2])))
-                writer.write(answers.pop(0))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
+    async def main(url: str) -> None:
+        poster, log = ReceiptPoster(parse_url(url)), ReceiptLog(None, FakeClock())
+        add(poster, log)
+        add(poster, log)
+        poster.start()
+        while len(server.asked) < 2:
+            await asyncio.sleep(0.01)
+        await poster.close()
+        assert (poster.failed, poster.last_error) == (0, "status 429")
 
-    async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            poster = ReceiptPoster(Origin("http", "127.0.0.1", port, ""), SimpleNamespace(model="m"), "host:1")
-            poster._waiting += [{"t_ns": [1]}, {"t_ns": [2]}]
-            await poster._post_waiting()
-            assert (len(poster._waiting), poster.failed, poster.last_error) == (2, 0, "status 429")
-            assert await poster.close() == 0
-            assert bodies == [b'{"receipts":[{"t_ns":[1]},{"t_ns":[2]}]}'] * 2
-
-    asyncio.run(main())
+    with SseServer(control) as server:
+        asyncio.run(main(server.url))
+    first, second = server.asked
+    assert len(first.json["receipts"]) == 2 and first.body == second.body
 
 
-@pytest.mark.parametrize(("most", "kept"), [("_MOST_WAITING", 3), ("_MOST_WAITING_EVENTS", 1)])
-def test_what_waits_for_a_control_plane_is_bounded_in_requests_and_in_events(
-    most: str, kept: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("most", "bound", "kept"), [("_MOST_WAITING", 3, 3), ("_MOST_WAITING_BYTES", 600, 1)])
+def test_what_waits_for_a_control_plane_is_bounded_in_requests_and_in_bytes(
+    most: str, bound: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(receipts, most, 3)
-    poster = ReceiptPoster(Origin("http", "127.0.0.1", 9, ""), SimpleNamespace(model="m"), "host:1")
+    monkeypatch.setattr(receipts, most, bound)
+    poster = ReceiptPoster(Origin("http", "127.0.0.1", 9, ""))
     log = ReceiptLog(None, FakeClock())
     for _ in range(5):
-        recorder = log.open(new_request_id(), 0, streaming=True)
-        recorder.response(200, {"content-type": "text/event-stream"})
-        recorder.receive(1, b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n' * 2)
-        recorder.end(2)
-        poster.add(recorder, SimpleNamespace(class_name="default", tenant=""))
-    # Three requests of the five; or one of two events, since two have four, which is more than three.
+        add(poster, log)
+    # A receipt of two events takes more than 300 bytes and less than 600.
+    assert 300 < len(poster._waiting[0]) < 600 and poster._bytes == sum(map(len, poster._waiting))
     assert (len(poster._waiting), poster.failed) == (kept, 5 - kept)
+
+
+def test_a_post_that_is_too_large_is_halved_and_only_a_receipt_that_is_too_large_alone_fails(tmp_path: Path) -> None:
+    with control_plane(tmp_path / "events", receipts_max_bytes=4096) as control:
+
+        async def main() -> None:
+            poster, log = ReceiptPoster(parse_url(control.url)), ReceiptLog(None, SystemClock())
+            for number in range(61):
+                add(poster, log, events=2000 if number == 30 else 2)
+            poster.start()
+            await poster.close()
+            assert (poster.failed, poster.last_error) == (1, "status 413")
+
+        asyncio.run(main())
+        # All at once, then the 30 before the long one, which does not fit beside them, then half of those, and once the
+        # long one alone; a quarter of 30 receipts of some 400 bytes is 3 KB.
+        assert (control.ended(), control.rejected(cause="too_large"), control.rejected()) == (60, 4, 4)

@@ -17,6 +17,7 @@ from sloscope.client.recorder import RequestRecorder
 from sloscope.clock import FakeClock
 from sloscope.errors import ContractError
 from sloscope.ids import new_request_id
+from sloscope.journal import is_journal_name
 from tests.client.conftest import Records
 from tests.client.sse_server import base, chunk
 
@@ -235,15 +236,20 @@ def test_an_open_request_keeps_its_receipts_and_gets_no_end(tmp_path: Path, reco
     assert records["end"] == [] and records["chunks"][0]["t_ns"] == [10 * MS]
 
 
-def test_a_posted_receipt_says_that_it_is_recorded_and_leaves_out_what_is_not_known() -> None:
-    recorder = started(ReceiptLog(None, FakeClock(), lag_since=lambda since: 4 * MS), send_ns=1)
+def test_a_posted_receipt_says_where_it_is_recorded_and_leaves_out_what_is_not_known(tmp_path: Path) -> None:
+    log = ReceiptLog(tmp_path, FakeClock(mono_ns=7), lag_since=lambda since: 4 * MS)
+    recorder = started(log, send_ns=1)
     recorder.receive(10 * MS, TEXT + STOP + DONE)
     recorder.end(11 * MS)
-    entry = receipt(recorder, "fake:0:0", class_="default", model="tiny", tenant="")
+    entry = receipt(recorder, log)
     assert entry["recorded"] is True and entry["loop_lag_max_ns"] == 4 * MS
+    (journal,) = (tmp_path / "journal" / "client").iterdir()
+    assert entry["journal"] == journal.name and is_journal_name(journal.name)
+    assert (entry["clock_id"], entry["anchor"]["mono_ns"]) == ("fake:0:0", 7)
     assert (entry["t_ns"], entry["choice"], entry["type"]) == ([10 * MS], [0], [0])
     assert (entry["outcome"], entry["finish_reason"], entry["output_tokens"]) == ("completed", ["stop"], 1)
     assert {"tokens", "tenant", "intended_ns", "consumer_hold_ns"}.isdisjoint(entry)
+    assert {"recorded", "journal"}.isdisjoint(receipt(recorder, ReceiptLog(None, FakeClock())))
 
 
 def test_loop_lag_since_a_stamp_is_the_largest_overrun_after_it() -> None:

@@ -394,7 +394,8 @@ def test_receipts_are_posted_as_recorded_and_counted_when_they_cannot_be(tmp_pat
         posted = [entry for asked in plane.asked for entry in asked.json["receipts"]]
         assert {asked.path for asked in plane.asked} == {"/v1/receipts"}
     assert tally.receipts_failed == len(plane.asked) >= 1 and tally.receipts_error == "t_ns: goes backwards"
-    assert len({entry["request_id"] for entry in posted}) == 12
+    assert len({entry["request_id"] for entry in posted}) == 15
+    assert sum(entry.get("labels") == {"warmup": True} for entry in posted) == 3
     for entry in posted:
         assert entry["recorded"] is True and entry["outcome"] == "completed" and len(entry["t_ns"]) == 3
         assert entry["send_ns"] >= entry["intended_ns"] and entry["class"] == "default"

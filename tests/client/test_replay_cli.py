@@ -311,6 +311,7 @@ def test_receipts_carry_the_token_of_the_control_plane_and_nothing_else_does(
         arguments = ["--url", server.url, "--receipts", plane.url, "--events", str(events), "--processes", processes]
         done = replayed(TEN, *arguments, *GOODPUT, *(["--token-file", str(token)] if by_file else []))
         assert sum(len(asked.json["receipts"]) for asked in plane.asked) == 10
+        assert plane.asked[0].json == {"receipts": []}  # whether it would take any
         assert all("authorization" not in asked.headers for asked in server.asked)
     assert done.returncode == 0 and "could not be posted" not in done.stderr
     assert "s3cret" not in done.stdout + done.stderr
