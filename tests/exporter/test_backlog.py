@@ -47,6 +47,10 @@ class Turns:
         for callback in waiting:
             callback()
 
+    def to_the_last(self) -> None:
+        while self.waiting:
+            self.turn()
+
 
 @pytest.fixture
 def turns() -> Turns:
@@ -89,6 +93,14 @@ def begun(watch: Watch) -> Observation:
     return observation
 
 
+def ended(watch: Watch) -> Observation:
+    """A whole answer of 1000 events that came at once, none of it understood yet."""
+    observation = begun(watch)
+    observation.forwarded(event("x" * 500) * 1000 + finish() + DONE, 1, 2, 3)
+    observation.ended("eof", "", True, 77_000_000)
+    return observation
+
+
 def test_a_burst_is_understood_a_slice_a_turn_and_others_have_turns_between(
     watch: Watch, turns: Turns, errors: list[Exception]
 ) -> None:
@@ -110,12 +122,9 @@ def test_a_burst_is_understood_a_slice_a_turn_and_others_have_turns_between(
 def test_an_end_waits_for_what_came_before_it_and_is_that_of_its_time(
     tmp_path: Path, watch: Watch, turns: Turns, errors: list[Exception]
 ) -> None:
-    observation = begun(watch)
-    observation.forwarded(event("x" * 500) * 1000 + finish() + DONE, 1, 2, 3)
-    observation.ended("eof", "", True, 77_000_000)
+    observation = ended(watch)
     assert watch.active, "not ended yet"
-    while turns.waiting:
-        turns.turn()
+    turns.to_the_last()
     assert not watch.active and errors == [] and observation.events == 1000
     ends = [each for each in records_of(watch, tmp_path) if each["kind"] == "end"]
     assert [(each["outcome"], each["output_tokens"]) for each in ends] == [("completed", 1000)]
@@ -125,12 +134,9 @@ def test_an_end_waits_for_what_came_before_it_and_is_that_of_its_time(
 def test_a_sidecar_that_stops_ends_such_a_request_as_it_had_ended(
     tmp_path: Path, watch: Watch, turns: Turns, errors: list[Exception]
 ) -> None:
-    observation = begun(watch)
-    observation.forwarded(event("x" * 500) * 1000 + finish() + DONE, 1, 2, 3)
-    observation.ended("eof", "", True, 77_000_000)
+    observation = ended(watch)
     observation.ended("timeout", "", False, 99_000_000)
-    while turns.waiting:
-        turns.turn()
+    turns.to_the_last()
     (end,) = (each for each in records_of(watch, tmp_path) if each["kind"] == "end")
     assert (end["outcome"], end["output_tokens"]) == ("completed", 1000) and errors == []
 
@@ -153,8 +159,7 @@ def test_what_raises_costs_itself_only(
         patch.setattr(observation, "_stream", Raising())
         for _ in range(MAX_READS):
             observation.forwarded(event(), 1, 2, 3)
-        while turns.waiting:
-            turns.turn()
+        turns.to_the_last()
     assert [type(each) for each in errors] == [RuntimeError]
     assert observation.events == MAX_READS - 1 and not observation.is_behind
 
