@@ -84,6 +84,20 @@ def test_a_dead_upstream_is_one_line_and_exit_2_and_leaves_nothing_behind(tmp_pa
     assert not (tmp_path / "events").exists()
 
 
+def test_a_list_of_models_that_is_an_error_is_told_with_its_status(tmp_path: Path) -> None:
+    async def script(asked: Asked, reply: Reply) -> None:
+        await reply.json(503, {"data": [{"id": "not ready"}]})
+
+    with SseServer(script) as server:
+        url = f"{server.url}/v2"  # whose models the script answers
+        arguments = [TEN, "--url", url, "--events", str(tmp_path / "events"), *GOODPUT]
+        done = replayed(*arguments)
+        assert [asked.path for asked in server.asked] == ["/v2/models"]
+        named = replayed(*arguments, "--model", "m")
+    assert (done.returncode, done.stderr) == (2, f"error: --model: {url}/models answered 503; accepted: a model name\n")
+    assert "replaying 10 requests" in named.stderr
+
+
 def test_a_server_that_never_answers_is_exit_1(tmp_path: Path) -> None:
     async def script(asked: Asked, reply: Reply) -> None:
         await asyncio.sleep(30)
