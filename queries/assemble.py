@@ -2,7 +2,8 @@
 
 import json
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from datetime import date
 from typing import Any
@@ -12,10 +13,10 @@ import pyarrow as pa
 
 from queries import tables
 from queries.alignment import NAMES, LateGaps, align, late_gaps
-from queries.decode import NULL_NS, NULL_TOKENS
+from queries.batches import NULL_NS, NULL_TOKENS
 from queries.flat import Flat
-from queries.histories import Events, Request, Side, events_of, winner
-from queries.reduce import Ints, Numbers, Optional, reduce_receipts
+from queries.histories import Request, Side, winner
+from queries.reduce import Numbers, Optional, reduce_receipts
 from sloscope import records
 from sloscope.definitions import normalise_finish
 from sloscope.units import NS_PER_S
@@ -48,7 +49,6 @@ class Row:
     sides: dict[str, Side]  # observer → side
     ordered: list[Side]  # the same, client first
     waste_tokens: int | None
-    events: dict[str, Events]
     set_aside: int  # recorders whose begin came second
     arrival_at_ns: int
 
@@ -66,9 +66,8 @@ def row_of(request: Request) -> Row:
         attempts.setdefault(observer, []).append(side)
         set_aside += aside
     sides = {observer: winner(found) for observer, found in attempts.items()}
-    events = {observer: events_of(side) for observer, side in sides.items()}
     ordered = [sides[observer] for observer in records.OBSERVERS if observer in sides]
-    row = Row(request, sides, ordered, None, events, set_aside, ordered[0].arrival_at_ns)
+    row = Row(request, sides, ordered, None, set_aside, ordered[0].arrival_at_ns)
     # The engine knows what was computed, others what they received of it.
     for observer in reversed(records.OBSERVERS):
         lost = [side for side in attempts.get(observer, ()) if side is not sides[observer]]
@@ -84,26 +83,27 @@ def _lost_tokens(observer: str, side: Side) -> int | None:
     """Output tokens of an attempt that lost. Without a count and without an event nothing is known: its server may have
     computed, and a 0 would make the hedge look free.
     """
-    events = events_of(side)
-    if "output_tokens" not in (side.end or {}) and not events.t_ns:
+    flat = Flat([side], observer)
+    if "output_tokens" not in (side.end or {}) and not flat.counts[0]:
         return None
-    return _tokens(observer, side, events)[0]
+    return _tokens(observer, side, flat, 0)[0]
 
 
-def _tokens(observer: str, side: Side, events: Events) -> tuple[int | None, str | None]:
+def _tokens(observer: str, side: Side, flat: Flat, row: int) -> tuple[int | None, str | None]:
     """Output tokens and where they come from; without a source each event is taken for one, and said so. An answer that
     came whole has no events: without a count of its own nothing is known.
     """
     end = side.end or {}
     if "output_tokens" in end:
         return end["output_tokens"], end.get("token_source", "assumed_one")
-    if observer == "engine" and events.tokens is not None:
-        return sum(dict(zip(events.choice, events.tokens, strict=True)).values()), "engine"
-    if events.tokens and min(events.tokens) >= 0:
-        return sum(events.tokens), "continuous_usage"
-    if not events.t_ns and end.get("outcome") == "completed":
+    tokens = flat.of_row(flat.tokens, row)
+    if observer == "engine" and side.batches:
+        return sum(dict(zip(flat.of_row(flat.choice, row), tokens, strict=True)).values()), "engine"
+    if tokens and min(tokens) >= 0:
+        return sum(tokens), "continuous_usage"
+    if not tokens and end.get("outcome") == "completed":
         return None, None
-    return len(events.t_ns), "assumed_one"
+    return len(tokens), "assumed_one"
 
 
 class Assembly:
@@ -119,30 +119,31 @@ class Assembly:
         self._merged = [engine | sidecar | client for engine, sidecar, client in zip(*by_observer, strict=True)]
         self._requests: dict[str, Any] = {}
         self._chunks: dict[str, Any] = {}
-        self._flat = {
-            observer: Flat([row.events.get(observer) for row in rows], observer) for observer in records.OBSERVERS
-        }
-        self._gaps: list[pa.Table] = []
-        self.lost_events = sum(events.lost for row in rows for events in row.events.values())
-        self.repeated = sum(events.repeated for row in rows for events in row.events.values())
+        self._flat = {observer: Flat(sides, observer) for observer, sides in self._sides.items()}
+        self._endings = {o: [_ending(row, o) for row in rows] for o in records.OBSERVERS}
+        self._alignment: dict[str, pa.Array] = {}
+        self.lost_events = sum(flat.lost for flat in self._flat.values())
+        self.repeated = sum(flat.repeated for flat in self._flat.values())
         self.repeated += sum(row.set_aside for row in rows)
 
-    def tables(self) -> dict[str, pa.Table]:
+    def tables(self) -> Iterator[tuple[str, pa.Table]]:
+        """Each table as soon as it is made, so that it can be written while the next one is: the large ones first."""
         self._common()
+        for observer in records.OBSERVERS:
+            self._arrays(observer)
+        yield "chunks", _table("chunks", self._chunks)
+        with ThreadPoolExecutor(2) as pool:  # numpy leaves the interpreter free
+            gaps = list(pool.map(self._align, ("client", "sidecar")))
+        yield "late_gaps", pa.concat_tables(gaps)
         for observer in records.OBSERVERS:
             self._observer(observer)
         self._client()
         self._sidecar()
         self._engine()
-        for observer in ("client", "sidecar"):
-            self._align(observer)
-        gaps = pa.concat_tables(self._gaps)
-        return {
-            "requests": _table("requests", self._requests),
-            "chunks": _table("chunks", self._chunks),
-            "late_gaps": gaps,
-            "sources": self._sources(),
-        }
+        for observer, names in self._alignment.items():
+            self._requests[f"{observer}_alignment"] = names
+        yield "requests", _table("requests", self._requests)
+        yield "sources", self._sources()
 
     def _each(self, value: Callable[[Row], Any]) -> list[Any]:
         return [value(row) for row in self._rows]
@@ -185,15 +186,15 @@ class Assembly:
     def _observer(self, observer: str) -> None:
         out, flat = self._requests, self._flat[observer]
         totals = [
-            None if row.sides.get(observer) is None else _tokens(observer, row.sides[observer], row.events[observer])
-            for row in self._rows
+            None if side is None else _tokens(observer, side, flat, number)
+            for number, side in enumerate(self._sides[observer])
         ]
         tokens = [None if total is None else total[0] for total in totals]
         n_choices = np.array([choices or 1 for choices in self._first("n_choices")], dtype=np.int64)
         start = self._side(observer, lambda side: side.start_ns)
         end = self._end(observer, "end_ns")
         starts = np.array([stamp or 0 for stamp in start], dtype=np.int64)
-        ends = [_ending(row, observer) for row in self._rows]
+        ends = self._endings[observer]
         completed = np.array([outcome == "completed" for outcome, _ in ends], dtype=bool)
         numbers = reduce_receipts(
             flat.groups,
@@ -232,14 +233,13 @@ class Assembly:
         out.update({f"{observer}_{name}": values for name, values in columns.items()})
 
     def _client(self) -> None:
-        out, flat = self._requests, self._flat["client"]
+        out = self._requests
         send = out["client_start_ns"]
         intended = self._begin("client", "intended_ns")
         first = out["client_first_ns"].to_pylist()
         out["client_intended_ns"] = intended
         out["client_dispatch_lag_ns"] = _differences(send, intended)
         out["client_ttft_intended_ns"] = _differences(first, intended)
-        self._arrays("client", flat, {"t_ns": flat.t_ns})
 
     def _sidecar(self) -> None:
         out, flat = self._requests, self._flat["sidecar"]
@@ -248,7 +248,6 @@ class Assembly:
         out["sidecar_forwarded_first_ns"] = flat.first(flat.delivery["forwarded_ns"])
         timings = self._end("sidecar", "server_timing")
         out["sidecar_server_timing"] = [None if found is None else json.dumps(found) for found in timings]
-        self._arrays("sidecar", flat, {"t_ns": flat.t_ns, "forwarded_ns": flat.delivery["forwarded_ns"]})
 
     def _engine(self) -> None:
         out, flat = self._requests, self._flat["engine"]
@@ -275,12 +274,13 @@ class Assembly:
         handed, written = flat.delivery["handed_ns"], flat.delivery["written_ns"]
         for name, stamps in (("computed", flat.t_ns), ("handed", handed), ("written", written)):
             out[f"engine_first_{name}_ns"] = flat.first(stamps)
-        self._arrays("engine", flat, {"computed_ns": flat.t_ns, "handed_ns": handed, "written_ns": written})
 
-    def _arrays(self, observer: str, flat: Flat, stamps: dict[str, Ints]) -> None:
-        out = self._chunks
-        for name, values in stamps.items():
-            out[f"{observer}_{name}"] = flat.lists(values, pa.int64(), NULL_NS, whole=name in ("t_ns", "computed_ns"))
+    def _arrays(self, observer: str) -> None:
+        out, flat = self._chunks, self._flat[observer]
+        stamps = "computed_ns" if observer == "engine" else "t_ns"
+        out[f"{observer}_{stamps}"] = flat.lists(flat.t_ns, pa.int64(), NULL_NS, whole=True)
+        for name, values in flat.delivery.items():
+            out[f"{observer}_{name}"] = flat.lists(values, pa.int64(), NULL_NS, whole=False)
         out[f"{observer}_choice"] = flat.lists(flat.choice, pa.int32(), None, whole=True)
         if observer == "engine":
             out["engine_cum_tokens"] = flat.lists(flat.tokens, pa.int32(), NULL_TOKENS, whole=True)
@@ -288,12 +288,13 @@ class Assembly:
             out[f"{observer}_type"] = flat.lists(flat.types, pa.int8(), None, whole=True)
             out[f"{observer}_tokens"] = flat.lists(flat.tokens, pa.int32(), NULL_TOKENS, whole=False)
 
-    def _align(self, observer: str) -> None:
+    def _align(self, observer: str) -> pa.Table:
+        """Late gaps of the observer; how it was aligned is kept for the requests."""
         ours, engine = self._flat[observer], self._flat["engine"]
         clocks = zip(self._begin(observer, "clock_id"), self._begin("engine", "clock_id"), strict=True)
         same_clock = np.array([a is not None and a == b for a, b in clocks], dtype=bool)
         both = ours.observed & engine.observed
-        completed = np.array([o == "completed" for o in self._requests[f"{observer}_outcome"]], dtype=bool)
+        completed = np.array([outcome == "completed" for outcome, _ in self._endings[observer]], dtype=bool)
         aligned = align(
             ours.groups,
             ours.groups.ordered(ours.tokens),
@@ -304,9 +305,9 @@ class Assembly:
             same_clock=same_clock,
         )
         names = pa.array([NAMES[how] for how in aligned.how], mask=~both)
-        self._requests[f"{observer}_alignment"] = names
+        self._alignment[observer] = names
         gaps = late_gaps(ours.groups, engine.groups.t_ns, aligned.emitted)
-        self._gaps.append(self._gap_table(observer, gaps, names, both, same_clock))
+        return self._gap_table(observer, gaps, names, both, same_clock)
 
     def _gap_table(self, observer: str, gaps: LateGaps, names: pa.Array, both: Any, same_clock: Any) -> pa.Table:
         count = np.arange(len(gaps.row))

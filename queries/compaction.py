@@ -22,12 +22,14 @@ import pyarrow as pa
 
 from queries import tables
 from queries.assemble import Assembly, Row, arrow_schema, row_of
-from queries.histories import Request
+from queries.batches import Batch
+from queries.histories import Request, move_together
 from queries.intake import Intake, Line, Problems, recorder_of
 from queries.parts import Parts, live_files, remove_leftovers
 from queries.pending import close_lost, feed, load_pending, pending_text, reread
 from sloscope.errors import JournalError, UnwritableError
 from sloscope.journal import Manifest, write_atomically, writer_of
+from sloscope.records import Record
 from sloscope.recovery import directory_lock
 from sloscope.units import NS_PER_S
 
@@ -154,16 +156,17 @@ class _Pass:
         for lines, horizon in intake.blocks():
             for line in lines:
                 feed(self._requests, line)
-                kind = line.record["kind"]
-                if kind in ("chunks", "emit"):
-                    held += len(line.record["choice"])
-                elif kind in _EventRows.KINDS:
-                    self._records.add(line, self._last_step)
+                record = line.record
+                if isinstance(record, Batch):
+                    held += record.events
+                elif record["kind"] in _EventRows.KINDS:
+                    self._records.add(record, line, self._last_step)
             done = sum(self._consumed.values()) - before
             self._progress("read", done, total)
             if held >= held_limit:
                 self._report.receipts += held
                 self._write_settled(min(horizon, self._now))
+                move_together(self._requests.values())
                 held = 0
                 still = sum(request.receipts for request in self._requests.values())
                 held_limit = max(HELD_EVENTS, still)
@@ -197,7 +200,7 @@ class _Pass:
         for request_id in unknown:
             self._requests[request_id].in_tables = False
 
-    def _assemble(self, rows: list[Row], day: date) -> dict[str, pa.Table]:
+    def _assemble(self, rows: list[Row], day: date) -> Iterator[tuple[str, pa.Table]]:
         assembly = Assembly(rows, day)
         self._report.repeated += assembly.repeated
         self._report.lost_events += assembly.lost_events
@@ -277,8 +280,8 @@ class _EventRows:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, date], list[dict[str, Any]]] = {}
 
-    def add(self, line: Line, last_step: dict[str, int]) -> None:
-        record, kind = line.record, line.record["kind"]
+    def add(self, record: Record, line: Line, last_step: dict[str, int]) -> None:
+        kind = record["kind"]
         stamp = record["start_ns"] if kind == "step" else record["at_ns"]
         wall = stamp + line.wall_offset
         day = datetime.fromtimestamp(wall // NS_PER_S, UTC).date()

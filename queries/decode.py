@@ -1,21 +1,21 @@
 """One journal line to one checked record, fast.
 
 `records.check` is the rule. Here the usual record is recognised with less work, and whatever is not usual goes to
-`records.check`, which accepts or names the fault. Arrays of stamps become `array('q')`, in which a list that holds
-anything but integers does not fit, so that no loop over the elements is needed.
+`records.check`, which accepts or names the fault. Lists of stamps become `array('q')`, in which a list that holds
+anything but integers does not fit, so that no loop over the elements is needed. Most batches come another way,
+`queries.scan`, which takes the lines that are written as recorders write them.
 """
 
 from array import array
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import orjson
 
+from queries.batches import NULL_NS, NULL_TOKENS, Batch, Columns
 from sloscope import records
 from sloscope.errors import RecordError
 from sloscope.ids import is_request_id
-
-NULL_NS = -(2**63)  # in an array of stamps: not known
-NULL_TOKENS = -1  # in an array of token counts: not known
 
 _TYPES = {kind: {f.name: f.type for f in fields} for kind, fields in records.SCHEMA.items()}
 _ACCEPTED = {
@@ -43,15 +43,16 @@ _LISTS: dict[str, tuple[tuple[str, str, int | None], ...]] = {
         ("step_id", "q", NULL_NS),
     ),
 }
+_DTYPES = {"q": np.int64, "i": np.int32, "B": np.int8}
 _HEAD_NAMES = len(("v", "kind", "request_id", "ordinal0"))  # all required; `attempt` may stand beside them
 _NOT_A_TYPE = bytes(range(len(records.OUTPUT_TYPES)))
 
 
-def decode(line: bytes) -> records.Record:
-    """The record; ValueError when it is not JSON, RecordError when it breaks the schema.
+def decode(line: bytes) -> records.Record | Batch:
+    """The record, and a Batch for `chunks` and `emit`; ValueError when it is not JSON, RecordError when it breaks the
+    schema.
 
-    In `chunks` and `emit` the lists are replaced: stamps by array('q') with NULL_NS for null, `choice` and tokens by
-    array('i') with NULL_TOKENS for null, `type` by bytes.
+    In a Batch null is NULL_NS among stamps and NULL_TOKENS among token counts.
     """
     record = orjson.loads(line)
     if type(record) is not dict:
@@ -112,7 +113,7 @@ def _fits(expected: str, value: Any) -> bool:
     return False
 
 
-def _batch(kind: str, record: dict[str, Any]) -> records.Record:
+def _batch(kind: str, record: dict[str, Any]) -> Batch:
     stamps, request_id = record.get(_STAMPS[kind]), record.get("request_id")
     if not (
         record.get("v") == records.VERSION
@@ -123,17 +124,17 @@ def _batch(kind: str, record: dict[str, Any]) -> records.Record:
         and type(record.get("attempt", 0)) is int
         and _REQUIRED[kind] <= record.keys()
     ):
-        return _refuse(record)
+        _refuse(record)
     if not 0 <= record["ordinal0"] < 2**63 or not 0 <= record.get("attempt", 0) < 2**63:
         records.check(record)
         raise RecordError(f"{kind}: ordinal0 and attempt: accepted: 0 or more")
     count, found = len(stamps), _HEAD_NAMES + ("attempt" in record)
     lists = [(name, code, null, record[name]) for name, code, null in _LISTS[kind] if name in record]
     if len(record) != found + len(lists):
-        return _refuse(record)
+        _refuse(record)
     for _, _, _, value in lists:
         if type(value) is not list or len(value) != count:
-            return _refuse(record)
+            _refuse(record)
     arrays: dict[str, array[int] | bytes] = {}
     for name, code, null, value in lists:
         try:
@@ -144,11 +145,11 @@ def _batch(kind: str, record: dict[str, Any]) -> records.Record:
         arrays["type"] = types = bytes(arrays["type"])
         if types.translate(None, _NOT_A_TYPE):
             raise RecordError(f"chunks.type: accepted: 0 to {len(records.OUTPUT_TYPES) - 1}")
-    record.update(arrays)
-    return record
+    values = {name: np.frombuffer(arrays[name], dtype=_DTYPES[code]) for name, code, _, _ in lists if name != "step_id"}
+    return Batch(request_id, record.get("attempt", 0), record["ordinal0"], 0, count, Columns(count, values))
 
 
-def _refuse(record: dict[str, Any]) -> records.Record:
+def _refuse(record: dict[str, Any]) -> NoReturn:
     """Raises what `records.check` has against it."""
     records.check(record)
     raise AssertionError("records.check accepts a batch that decode does not know")

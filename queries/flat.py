@@ -1,48 +1,73 @@
 """Events of many requests as flat arrays, and back to one list a row."""
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from queries.decode import NULL_NS, NULL_TOKENS
-from queries.histories import Events
+from queries.batches import NULL_NS, Stretches
+from queries.histories import Side
 from queries.reduce import Grouped, Ints, grouped
 
 _DELIVERY = {"client": (), "sidecar": ("forwarded_ns",), "engine": ("handed_ns", "written_ns")}
 
 
 class Flat:
-    """The events of one observer, the rows one after another. None: the row was not observed."""
+    """The events of one observer in the order of receipt, the rows one after another. None: the row was not observed.
 
-    def __init__(self, sides: Sequence[Events | None], observer: str) -> None:
-        none = Events()
-        each = [none if events is None else events for events in sides]
-        t_ns, choice, types, tokens = array("q"), array("i"), bytearray(), array("i")
-        delivery = {name: array("q") for name in _DELIVERY[observer]}
-        for events in each:
-            count = len(events.t_ns)
-            t_ns += events.t_ns
-            choice += events.choice
-            types += events.types
-            tokens += array("i", [NULL_TOKENS]) * count if events.tokens is None else events.tokens
-            for name, joined in delivery.items():
-                joined += events.delivery.get(name) or array("q", [NULL_NS]) * count
-        self.counts = np.array([len(events.t_ns) for events in each], dtype=np.int64)
-        self.observed = np.array([events is not None for events in sides], dtype=bool)
-        self.unbroken = np.array([events.lost == 0 for events in each], dtype=bool)
-        self.t_ns = np.frombuffer(t_ns, dtype=np.int64)
-        self.choice = np.frombuffer(choice, dtype=np.int32).astype(np.int64)
-        self.types = np.frombuffer(types, dtype=np.int8)
-        self.tokens = np.frombuffer(tokens, dtype=np.int32).astype(np.int64)
-        self.delivery = {name: np.frombuffer(values, dtype=np.int64) for name, values in delivery.items()}
+    `lost` counts the events that nobody recorded: those of rows that are not `unbroken`. `repeated` counts what was
+    there already.
+    """
+
+    def __init__(self, sides: Sequence[Side | None], observer: str) -> None:
+        batches = [batch for side in sides if side is not None for batch in side.batches]
+        each = np.array([0 if side is None else len(side.batches) for side in sides], dtype=np.int64)
+        row = np.repeat(np.arange(len(sides)), each)
+        ordinal0 = np.array([batch.ordinal0 for batch in batches], dtype=np.int64)
+        stretches = Stretches(batches)
+        if ((np.diff(ordinal0) < 0) & (np.diff(row) == 0)).any():
+            order = np.lexsort((ordinal0, row))
+            ordinal0, stretches.start = ordinal0[order], stretches.start[order]
+            stretches.count = stretches.count[order]
+        self.lost = 0
+        self.repeated = 0
+        self.unbroken = np.ones(len(sides), dtype=bool)
+        self._set_aside(row, ordinal0, stretches)
+        self.observed = np.array([side is not None for side in sides], dtype=bool)
+        self.counts = np.bincount(row, weights=stretches.count, minlength=len(sides)).astype(np.int64)
+        self._offsets: Ints = np.concatenate(([0], np.cumsum(self.counts)))
+        index = stretches.index()
+        stamps, tokens = ("computed_ns", "cum_tokens") if observer == "engine" else ("t_ns", "tokens")
+        self.t_ns: Ints = stretches.take(stamps, index)
+        self.choice: Ints = stretches.take("choice", index).astype(np.int64)
+        self.types = stretches.take("type", index)
+        self.tokens: Ints = stretches.take(tokens, index).astype(np.int64)
+        self.delivery: dict[str, Ints] = {name: stretches.take(name, index) for name in _DELIVERY[observer]}
         self.groups: Grouped = grouped(self.counts, self.t_ns, self.choice)
 
-    @property
-    def _offsets(self) -> Ints:
-        return np.concatenate(([0], np.cumsum(self.counts)))
+    def _set_aside(self, row: Ints, ordinal0: Ints, stretches: Stretches) -> None:
+        """Batches are joined by their position; a repeated position keeps what came first."""
+        expected = np.zeros(len(row), dtype=np.int64)
+        follows = row[1:] == row[:-1]
+        expected[1:][follows] = (ordinal0 + stretches.count)[:-1][follows]
+        for broken in np.unique(row[ordinal0 != expected]).tolist():
+            position, lost = 0, 0
+            for batch in range(*np.searchsorted(row, (broken, broken + 1)).tolist()):
+                first, count = int(ordinal0[batch]), int(stretches.count[batch])
+                skip = min(max(position - first, 0), count)
+                lost += max(first - position, 0)
+                self.repeated += skip
+                stretches.start[batch] += skip
+                stretches.count[batch] -= skip
+                position = max(position, first + count)
+            self.lost += lost
+            self.unbroken[broken] = lost == 0
+
+    def of_row(self, values: Ints, row: int) -> list[int]:
+        """The values of one row's events."""
+        found: list[int] = values[self._offsets[row] : self._offsets[row + 1]].tolist()
+        return found
 
     def event_tokens(self, observer: str) -> Ints:
         """Tokens of each event in the order of receipt; negative where not known."""

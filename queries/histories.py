@@ -8,17 +8,14 @@ runs a hedge, so that each of two began attempt 0.
 
 import itertools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from queries.decode import NULL_NS, NULL_TOKENS
+from queries.batches import Batch, moved_together
 from queries.intake import Line, arrival_stamp
 from sloscope import records
 
 _BESIDE_SIDES = frozenset(("state", "late", "decision"))
-_STAMPS = {"chunks": "t_ns", "emit": "computed_ns"}
-_TOKENS = {"chunks": "tokens", "emit": "cum_tokens"}
-_DELIVERY = {"chunks": ("forwarded_ns",), "emit": ("handed_ns", "written_ns")}
 
 
 @dataclass(slots=True)
@@ -28,7 +25,7 @@ class Side:
     begin: records.Record | None = None
     end: records.Record | None = None
     begin_wall_offset: int = 0
-    batches: list[records.Record] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
 
     @property
     def start_ns(self) -> int:
@@ -48,69 +45,14 @@ class Side:
         return None if self.end is None else int(self.end["end_ns"]) + self.begin_wall_offset
 
     @property
+    def is_open(self) -> bool:
+        return self.begin is not None and self.end is None
+
+    @property
     def last_stamp_ns(self) -> int:
         """The last stamp seen of this side."""
         stamps = [self.start_ns, *(self.begin[n] for n in ("body_complete_ns",) if self.begin and n in self.begin)]
-        for batch in self.batches:
-            for name in (_STAMPS[batch["kind"]], *_DELIVERY[batch["kind"]]):
-                stamps += batch.get(name, ())[-1:]
-        return max(stamps)
-
-
-@dataclass(slots=True)
-class Events:
-    """The output events of one side, in the order of receipt. `lost` events were recorded by nobody."""
-
-    t_ns: "array[int]" = field(default_factory=lambda: array("q"))
-    choice: "array[int]" = field(default_factory=lambda: array("i"))
-    types: bytearray = field(default_factory=bytearray)
-    tokens: "array[int] | None" = field(default_factory=lambda: array("i"))  # engine: cumulative per choice
-    delivery: "dict[str, array[int]]" = field(default_factory=dict)
-    lost: int = 0
-    repeated: int = 0
-
-
-def events_of(side: Side) -> Events:
-    """Batches joined by their position; a repeated position keeps what came first."""
-    events = Events()
-    batches = side.batches
-    if not batches:
-        events.tokens = None
-        return events
-    kind = batches[0]["kind"]
-    of_stamps, of_tokens, delivery = _STAMPS[kind], _TOKENS[kind], _DELIVERY[kind]
-    if any([a["ordinal0"] > b["ordinal0"] for a, b in itertools.pairwise(batches)]):
-        batches = sorted(batches, key=lambda batch: batch["ordinal0"])
-    has_tokens = any([of_tokens in batch for batch in batches])
-    names = [name for name in delivery if any([name in batch for batch in batches])]
-    expected = 0
-    t_ns, choice, types, tokens = events.t_ns, events.choice, events.types, array("i")
-    joined = {name: array("q") for name in names}
-    for batch in batches:
-        position, count = batch["ordinal0"], len(batch[of_stamps])
-        if position != expected:
-            skip = min(max(expected - position, 0), count)
-            events.lost += max(position - expected, 0)
-            events.repeated += skip
-            batch = _without_first(batch, skip)
-            count -= skip
-            position += skip
-        expected = max(expected, position + count)
-        t_ns += batch[of_stamps]
-        choice += batch["choice"]
-        types += batch["type"] if "type" in batch else bytes(count)
-        if has_tokens:
-            tokens += batch[of_tokens] if of_tokens in batch else array("i", [NULL_TOKENS]) * count
-        for name, values in joined.items():
-            values += batch[name] if name in batch else array("q", [NULL_NS]) * count
-    events.tokens = tokens if has_tokens else None
-    events.delivery = joined
-    return events
-
-
-def _without_first(batch: records.Record, skip: int) -> records.Record:
-    lists = (array, bytes)
-    return {name: value[skip:] if isinstance(value, lists) else value for name, value in batch.items()}
+        return max(*stamps, *(batch.last_stamp_ns for batch in self.batches), stamps[0])
 
 
 class Request:
@@ -129,36 +71,41 @@ class Request:
         self.in_tables: bool | None = None  # whether final files hold a row of it; None: not looked up
 
     def add(self, line: Line) -> None:
-        record = line.record
-        kind = record["kind"]
-        spans = self.sources.get(line.journal)
+        record, journal, writer, observer, _, *span = line
+        spans = self.sources.get(journal)
         if spans is None:
-            spans = self.sources[line.journal] = array("q")
-        spans.extend((line.start, line.end, line.wall_offset))
+            spans = self.sources[journal] = array("q")
+        spans.extend(span)
+        if isinstance(record, Batch):
+            self._side(observer, record.attempt, writer).batches.append(record)
+            self.receipts += record.events
+            return
+        kind = record["kind"]
         if kind in _BESIDE_SIDES:
             if kind == "state":
-                self.states.setdefault(line.writer, []).append(record)
+                self.states.setdefault(writer, []).append(record)
             elif kind == "late":
                 self.late.append(record)
             return
-        attempt = (line.observer, record.get("attempt", 0))
-        writers = self.attempts.get(attempt)
-        if writers is None:
-            writers = self.attempts[attempt] = {}
-        side = writers.get(line.writer)
-        if side is None:
-            side = writers[line.writer] = Side()
+        side = self._side(observer, record.get("attempt", 0), writer)
         if kind == "begin":
             if side.begin is None:
                 side.begin, side.begin_wall_offset = record, line.wall_offset
             self.last_wall_ns = max(self.last_wall_ns, arrival_stamp(record) + line.wall_offset)
-        elif kind == "end":
+        else:
+            assert kind == "end", kind
             if side.end is None:
                 side.end = record
             self.last_wall_ns = max(self.last_wall_ns, record["end_ns"] + line.wall_offset)
-        else:
-            side.batches.append(record)
-            self.receipts += len(record["choice"])
+
+    def _side(self, observer: str, attempt: int, writer: str) -> Side:
+        writers = self.attempts.get((observer, attempt))
+        if writers is None:
+            writers = self.attempts[observer, attempt] = {}
+        side = writers.get(writer)
+        if side is None:
+            side = writers[writer] = Side()
+        return side
 
     @property
     def begun(self) -> bool:
@@ -197,12 +144,16 @@ class Request:
 
     def open_sides(self) -> Iterator[tuple[str, int, str, Side]]:
         for observer, attempt, writer, side, _ in self.sides():
-            if side.end is None:
+            if side.is_open:
                 yield observer, attempt, writer, side
 
     def settled(self, horizon_ns: int, settle_ns: int) -> bool:
         """Every observer that began it has ended, and long enough ago that the others would have begun."""
-        return self.begun and self.last_wall_ns + settle_ns <= horizon_ns and next(self.open_sides(), None) is None
+        if self.last_wall_ns + settle_ns > horizon_ns or not self.begun:
+            return False
+        if all(len(writers) == 1 for writers in self.attempts.values()):
+            return not any(side.is_open for writers in self.attempts.values() for side in writers.values())
+        return next(self.open_sides(), None) is None
 
 
 def _complete(side: Side, rest: list[Side]) -> Side:
@@ -229,3 +180,11 @@ def winner(sides: list[Side]) -> Side:
         return end.get("outcome") != "completed", -end.get("end_ns", 0)
 
     return min(sides, key=rank)
+
+
+def move_together(requests: Iterable[Request]) -> None:
+    """Moves the batches of these requests into columns of their own, so that what is written with others is freed."""
+    sides = [side for request in requests for writers in request.attempts.values() for side in writers.values()]
+    moved = iter(moved_together(batch for side in sides for batch in side.batches))
+    for side in sides:
+        side.batches = list(itertools.islice(moved, len(side.batches)))

@@ -8,18 +8,23 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from queries.batches import Batch
 from queries.decode import decode
+from queries.scan import Text
 from sloscope import records
 from sloscope.clock import Anchor
 from sloscope.errors import RecordError
 from sloscope.journal import journal_files, order_of, writer_of
 from sloscope.recovery import dead_writers
 
-BLOCK = 4 << 20
+BLOCK = 1 << 20  # arrays of this size are made again and again in the same memory
 KEPT_ANCHORS = 8  # a record is written at most seconds after its stamp, an anchor every ten
 KEPT_PROBLEMS = 20
 _REMEMBERED_CLOCKS = 1000  # of one file: the recorder's, and one of each page that reports receipts to it
@@ -28,9 +33,12 @@ _STAMP = {"state": "at_ns", "decision": "at_ns", "end": "end_ns", "step": "start
 
 
 class Line(NamedTuple):
-    """One record and its place. `wall_offset` is wall minus monotonic time by the last anchor before its stamp."""
+    """One record and its place. `wall_offset` is wall minus monotonic time by the last anchor before its stamp.
 
-    record: records.Record
+    A batch is placed by the begin of its request, and names neither clock nor offset.
+    """
+
+    record: records.Record | Batch
     journal: str  # relative to the events directory
     writer: str  # observer/boot-pid-start: the same for every file of one writer
     observer: str
@@ -83,6 +91,7 @@ class Chain:
     ) -> None:
         self.writer = recorder_of(paths[0])
         self.observer = paths[0].parent.name
+        self._batch_kind = "emit" if self.observer == "engine" else "chunks"
         self.live = live
         self.horizon = 0  # wall time up to which this writer has been read
         self._events = events
@@ -140,30 +149,38 @@ class Chain:
             self._consumed[name] = offset + len(rest)
 
     def _lines(self, name: str, data: bytes, offset: int, place: "_Anchors") -> list[Line]:
-        lines = []
-        for text in data.split(b"\n")[:-1]:
-            start = offset
-            offset += len(text) + 1
-            if not text:
+        block = Text(data)
+        lines: list[Line | None] = [None] * len(block.starts)
+        single = np.ones(len(lines), dtype=bool)
+        for found in block.batches(self._batch_kind):
+            single[found.lines] = False
+            starts = (block.starts[found.lines] + offset).tolist()
+            ends = (block.stops[found.lines] + (offset + 1)).tolist()
+            same = repeat(name), repeat(self.writer), repeat(self.observer), repeat("")
+            batches = map(Line._make, zip(found.batches, *same, starts, ends, repeat(0), strict=False))
+            for number, batch in zip(found.lines.tolist(), batches, strict=True):
+                lines[number] = batch
+        numbers = np.flatnonzero(single)
+        for number, first, stop in zip(
+            numbers.tolist(), block.starts[numbers].tolist(), block.stops[numbers].tolist(), strict=True
+        ):
+            if first == stop:
                 continue
+            start = offset + first
             try:
-                record = decode(text)
-                line = self._place(record, name, start, offset, place)
+                lines[number] = self._place(decode(data[first:stop]), name, start, offset + stop + 1, place)
             except (ValueError, RecordError) as error:
                 self._problems.bad_lines += 1
                 why = str(error) if isinstance(error, RecordError) else "not JSON"
                 self._problems.add(f"{name} at byte {start}: {why}")
-                continue
-            if line is not None:
-                lines.append(line)
-        return lines
+        return [line for line in lines if line is not None]
 
-    def _place(self, record: records.Record, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
+    def _place(self, record: records.Record | Batch, name: str, start: int, end: int, place: "_Anchors") -> Line | None:
+        if isinstance(record, Batch):
+            if record.kind != self._batch_kind:
+                raise RecordError(f"kind: {record.kind!r} does not belong to observer {self.observer!r}")
+            return Line(record, name, self.writer, self.observer, "", start, end, 0)
         kind = record["kind"]
-        if kind == "chunks" or kind == "emit":
-            if (kind == "emit") != (self.observer == "engine"):
-                raise RecordError(f"kind: {kind!r} does not belong to observer {self.observer!r}")
-            return Line(record, name, self.writer, self.observer, place.clock_id, start, end, 0)
         if kind == "clock":
             if not (0 <= record["mono_ns"] < MAX_STAMP_NS and 0 <= record["wall_ns"] < MAX_STAMP_NS):
                 raise RecordError("clock: places stamps where no column reaches; accepted: 0 to 2^62 ns")

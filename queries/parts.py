@@ -96,25 +96,30 @@ class Parts:
         self._number += 1
         return f"arrival_date={day.isoformat()}/g{self._generation:08d}-{self._number}{suffix}.parquet"
 
-    def write(self, day: date, rows: dict[str, pa.Table]) -> None:
+    def write(self, day: date, rows: Iterable[tuple[str, pa.Table]]) -> None:
+        """Each table of a part is written while the next one is made."""
         self.final.append(self._write(self._name(day), rows))
 
-    def _write(self, name: str, rows: dict[str, pa.Table]) -> Part:
+    def _write(self, name: str, rows: Iterable[tuple[str, pa.Table]]) -> Part:
         # Encoding and zstd are most of it, and leave the interpreter free.
+        written = []
         with ThreadPoolExecutor(WRITERS) as pool:
-            written = [pool.submit(write_parquet, self._root / t / name, t, rows[t]) for t in tables.PER_REQUEST]
+            for table, made in rows:
+                written.append(pool.submit(write_parquet, self._root / table / name, table, made))
+                if table == "requests":
+                    ids = made["request_id"]
         for each in written:
             each.result()
-        ids = rows["requests"]["request_id"]
+        assert len(written) == len(tables.PER_REQUEST), "a part has every table"
         bounds = pc.min_max(ids).as_py()
         return Part(name, bounds["min"], bounds["max"], len(ids))
 
-    def write_open(self, day: date, rows: dict[str, pa.Table]) -> None:
+    def write_open(self, day: date, rows: Iterable[tuple[str, pa.Table]]) -> None:
         """Rows that the next pass replaces."""
         name = self._name(day, "-open")
-        for table in tables.PER_REQUEST:
+        for table, made in rows:
             if table != "sources":
-                write_parquet(self._root / table / name, table, rows[table])
+                write_parquet(self._root / table / name, table, made)
         self.open.append(name)
 
     def append(self, table: str, day: date, rows: pa.Table) -> None:
@@ -161,7 +166,7 @@ class Parts:
             for table in tables.PER_REQUEST:
                 whole = self._read(table, part)
                 rows[table] = whole.filter(pc.invert(pc.is_in(whole["request_id"], pa.array(sorted(gone)))))
-            self.final.append(self._write(self._name(_day(part.name)), rows))
+            self.final.append(self._write(self._name(_day(part.name)), rows.items()))
         self._gone = {}
         self._join_small()
 
@@ -175,7 +180,7 @@ class Parts:
                 continue
             rows = {t: pa.concat_tables([self._read(t, part) for part in small]) for t in tables.PER_REQUEST}
             self.final = [part for part in self.final if part not in small]
-            self.final.append(self._write(self._name(day), rows))
+            self.final.append(self._write(self._name(day), rows.items()))
         for table, names in self.appended.items():
             self._join_small_files(table, names)
 

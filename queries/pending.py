@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from queries.batches import Batch
 from queries.histories import Request
 from queries.intake import Intake, Line, Problems, read_lines
 from sloscope.errors import JournalError
@@ -55,7 +56,8 @@ def pending_text(requests: Iterable[Request]) -> bytes:
 
 
 def feed(requests: dict[str, Request], line: Line) -> None:
-    request_id = line.record.get("request_id")
+    record = line.record
+    request_id = record.request_id if isinstance(record, Batch) else record.get("request_id")
     if request_id is not None:
         request = requests.get(request_id)
         if request is None:

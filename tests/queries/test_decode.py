@@ -1,6 +1,5 @@
 """The fast way to read a line and `records.check` accept the same lines."""
 
-from array import array
 from typing import Any
 
 import orjson
@@ -8,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from queries.batches import Batch
 from queries.decode import decode
 from sloscope import records
 from sloscope.errors import RecordError
@@ -87,11 +87,17 @@ def test_a_batch_that_the_schema_refuses_is_refused_and_one_of_known_stamps_is_t
         assert taken, record
 
 
-def test_lists_become_arrays_in_which_what_is_not_known_has_a_mark() -> None:
+def test_a_batch_becomes_columns_in_which_what_is_not_known_has_a_mark() -> None:
     line = {"v": 1, "kind": "chunks", "request_id": ULID, "ordinal0": 0, "t_ns": [5, 9], "choice": [0, 1]}
-    record = decode(orjson.dumps(line | {"type": [0, 2], "tokens": [None, 3], "forwarded_ns": [6, None]}))
-    assert (record["t_ns"], record["tokens"]) == (array("q", [5, 9]), array("i", [-1, 3]))
-    assert (record["forwarded_ns"], record["type"]) == (array("q", [6, -(2**63)]), b"\x00\x02")
+    batch = decode(orjson.dumps(line | {"type": [0, 2], "tokens": [None, 3], "forwarded_ns": [6, None]}))
+    assert isinstance(batch, Batch)
+    assert {name: values.tolist() for name, values in batch.columns.values.items()} == {
+        "t_ns": [5, 9],
+        "choice": [0, 1],
+        "type": [0, 2],
+        "tokens": [-1, 3],
+        "forwarded_ns": [6, -(2**63)],
+    }
 
 
 def test_a_kind_that_is_a_list_is_refused_like_any_other() -> None:
