@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from exporter import http1
 from exporter.framing import Body, MessageError
 from exporter.http1 import ResponseHead
-from exporter.relay import Receive
 from exporter.upstream import Pool, UpstreamConnection, Work
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class Attempt:
         self.over = False
         self.response: ResponseHead | None = None
         self.body: Body | None = None
-        self.receive: Receive = self._data_received  # what the socket brings, with its stamp
         self.events = 0  # output events that the work was lessened by
         self._is_judged = False  # its pool knows how it answered
         self._head = b""
@@ -122,7 +120,8 @@ class Attempt:
 
     # --- from the upstream
 
-    def _data_received(self, data: bytes, now: int) -> None:
+    def receive(self, data: bytes, now: int) -> None:
+        """What the socket brought, with its stamp."""
         body = self.body
         if body is None:
             self._head_received(data, now)

@@ -85,9 +85,7 @@ class DataPlane:
 
     def _tick(self) -> None:
         now = self.clock.monotonic_ns()
-        lag = now - self._tick_due_ns
-        if lag > 0:
-            self.watch.loop_was_late(lag)
+        self.watch.lag.note(now, max(0, now - self._tick_due_ns))
         try:
             if len(self.upstreams.pools) > 1:
                 self._note_progress()

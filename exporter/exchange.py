@@ -417,9 +417,10 @@ class Exchange:
         """From here on nothing is done to the body but forward it: its reads may take the short way."""
         body, observation = attempt.body, self._observation
         is_plain = self._filter is None and not self._dechunk and not self._awaits_output
-        if isinstance(body, Chunked) and observation is not None and is_plain and not self.over:
+        connection = attempt.connection
+        if isinstance(body, Chunked) and observation is not None and connection is not None and is_plain:
             write, now = self._client.transport.write, self.plane.clock.monotonic_ns
-            attempt.receive = relay(body, write, observation, now, attempt.receive)
+            connection.receive_by(relay(body, write, observation, now, attempt.receive))
 
     def _time_output(self, attempt: Attempt, now: int) -> None:
         assert self._observation is not None and self.plane.hedges is not None
@@ -468,7 +469,7 @@ class Exchange:
         self._client.transport.write(head + out)
         added_ns = self.plane.clock.monotonic_ns() - now
         self._understand_head(attempt.response, is_new=False)
-        self.observe(observation.released, now, forwarded_ns, added_ns)
+        self.observe(observation.released, forwarded_ns, added_ns)
         if self._awaits_output:
             self._time_output(attempt, now)
         if body.complete and not self.over:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from operator import sub
 from typing import Any
 
 import orjson
@@ -20,7 +22,9 @@ from sloscope.definitions import Ended, Summary
 from sloscope.errors import ContractError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id, new_request_id
+from sloscope.lag_peaks import LagPeaks
 from sloscope.recorder import Done, Recorder
+from sloscope.sse_pattern import Read
 from sloscope.stream_record import MAX_CHOICES, StreamRecord
 
 FLUSH_NS = 800_000_000  # with the ticker's 50 ms and the recorder's, a batch is at most a second old
@@ -54,6 +58,8 @@ class Watch:
         self.seen = SeenIds()
         self.backlog: Backlog | None = None  # without it all is understood at once
         self.active: dict[str, Observation] = {}  # by request id, oldest first
+        self._next: deque[tuple[int, Observation]] = deque()  # when each batch is due, the earliest first
+        self.lag = LagPeaks()  # of the loop
         for name in PROBLEM_NAMES:
             store.init(PROBLEMS, (name,))
 
@@ -62,19 +68,18 @@ class Watch:
         self.store.inc(PROBLEMS, 1, (name,))
 
     def due(self, now: int) -> list[Observation]:
-        """Whose batch is old enough to be written."""
-        found, before = [], now - FLUSH_NS
-        for each in self.active.values():
-            reads = each.reads
-            since = each.pending_since or (reads[0][3] if reads else now)
-            if since <= before:
+        """Whose batch is to be written: each once in FLUSH_NS, since to ask all of them at every tick costs more."""
+        found: list[Observation] = []
+        while self._next and self._next[0][0] <= now:
+            _, each = self._next.popleft()
+            if not each.is_over:
                 found.append(each)
+                self._next.append((now + FLUSH_NS, each))
         return found
 
-    def loop_was_late(self, lag_ns: int) -> None:
-        for observation in self.active.values():
-            if lag_ns > observation.loop_lag_max_ns:
-                observation.loop_lag_max_ns = lag_ns
+    def begun(self, observation: Observation) -> None:
+        self.active[observation.request_id] = observation
+        self._next.append((self.clock.monotonic_ns() + FLUSH_NS, observation))
 
 
 class Observation:
@@ -93,7 +98,7 @@ class Observation:
         self._retry_of = self._retried(sent_id if is_request_id(sent_id) and not believed else "")
 
         self._begun = False
-        self._ended = False
+        self.is_over = False
         self._counted: Ended | None = None  # the end that the metrics have
         self._asked: Mapping[str, Any] | None = None
         self._begin: records.Record = {}
@@ -104,19 +109,17 @@ class Observation:
         # Whether it streams, and how many choices, is known when the request was read.
         self._stream = StreamRecord(orjson.loads, watch.settings.inspect_limit)
         self._last_handed = arrived_ns, 0  # of the last read: forwarded_ns, added_ns
-        # Reads that were handed on and not understood yet: data, start and stop of the payload, received_ns,
-        # forwarded_ns, done_ns. One list for life, which `relay` appends to.
-        self.reads: list[tuple[bytes, int, int | None, int, int, int]] = []
+        # Reads that were handed on and not understood yet; the last three numbers are received_ns, forwarded_ns and
+        # done_ns. One list for life, which `relay` appends to.
+        self.reads: list[Read] = []
         self.is_behind = False  # the backlog has it
         self.on_caught_up: Callable[[], None] | None = None
         self._end: tuple[str, str, bool, int] | None = None  # as `ended` was told, while it waits for what was received
         self._flushed = 0  # receipts in the journal
         self._forwarded: list[int] = []  # of the batch that is not flushed
         self._added: list[int] = []  # likewise
-        self.pending_since = 0  # stamp of its oldest event, 0 without one
 
         self._server_timing: dict[str, int] = {}
-        self.loop_lag_max_ns = 0
         self.consumer_hold_ns = 0
 
     # --- the request
@@ -217,7 +220,7 @@ class Observation:
         self._begin = record
         self._labels = self.watch.families.begun(self._resolved.class_name, model, tenant)
         self._begun = True
-        self.watch.active[self.request_id] = self
+        self.watch.begun(self)
 
     def read_request(self, body: bytes | None) -> Mapping[str, Any]:
         """What the request asks for, read once; empty where it is not known."""
@@ -249,10 +252,10 @@ class Observation:
         self._attempt = number or None
         self._stream = stream
 
-    def released(self, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
+    def released(self, forwarded_ns: int, added_ns: int) -> None:
         """What the attempt had brought up to now was handed on."""
         self._last_handed = forwarded_ns, added_ns
-        self._count_new(received_ns, forwarded_ns, added_ns)
+        self._count_new(forwarded_ns, added_ns)
 
     def end_attempt(
         self, number: int, stream: StreamRecord, transport: str, left: str, body_complete: bool, end_ns: int
@@ -305,8 +308,9 @@ class Observation:
         """Body bytes of one socket read, which were handed on from `forwarded_ns` to `done_ns`. They are understood
         with others, at the latest with their batch.
         """
-        for start in range(0, len(payload), _PIECE):
-            self.reads.append((payload, start, start + _PIECE, received_ns, forwarded_ns, done_ns))
+        size = len(payload)
+        for start in range(0, size, _PIECE):
+            self.reads.append((payload, start, min(start + _PIECE, size), received_ns, forwarded_ns, done_ns))
         if len(self.reads) >= MAX_READS:
             self._fall_behind()
 
@@ -343,42 +347,46 @@ class Observation:
             return
         now_ns = self.watch.clock.monotonic_ns
         until_ns = now_ns() + slice_ns if slice_ns is not None else None
-        receive, types, failure = self._stream.receive, self._stream.type, None
-        stamped, done = self._flushed + len(self._forwarded), 0
-        first_ns = waiting[0][3]
-        for data, start, stop, received_ns, forwarded_ns, done_ns in waiting:
+        failure, done, at_once = None, 0, MAX_READS
+        while done < len(waiting):
+            block = waiting[done : done + at_once]
             try:
-                receive(received_ns, data[start:stop])
+                count = self._understand_alike(block)
+                if not count:
+                    self._understand_one(block[0])
             except Exception as error:
-                failure = error
-            done += 1
-            new = len(types) - stamped
-            if new:
-                stamped += new
-                self._forwarded += (forwarded_ns,) * new
-                self._added += (done_ns - received_ns,) * new
+                count, failure = 0, error
+            # Where one is unlike those before it, so may be the next.
+            at_once = MAX_READS if count else 1
+            done += count or 1
             if until_ns is not None and now_ns() >= until_ns:
                 break
+        self._last_handed = waiting[done - 1][4], waiting[done - 1][5] - waiting[done - 1][3]
         del waiting[:done]
-        self._last_handed = forwarded_ns, done_ns - received_ns
-        if self._forwarded and not self.pending_since:
-            self.pending_since = first_ns
         if failure is not None:
             raise failure
 
-    def _count_new(self, received_ns: int, forwarded_ns: int, added_ns: int) -> None:
+    def _understand_alike(self, reads: Sequence[Read]) -> int:
+        """As many of these as can be understood in one go; how many."""
+        count = self._stream.receive_alike(reads)
+        if count:
+            _, _, _, received, forwarded, done = zip(*reads[:count], strict=True)
+            self._forwarded += forwarded
+            self._added += map(sub, done, received)
+        return count
+
+    def _understand_one(self, read: Read) -> None:
+        data, start, stop, received_ns, forwarded_ns, done_ns = read
+        try:
+            self._stream.receive(received_ns, data[start:stop])
+        finally:
+            self._count_new(forwarded_ns, done_ns - received_ns)
+
+    def _count_new(self, forwarded_ns: int, added_ns: int) -> None:
         """Every receipt of one read was handed on at once."""
         new = len(self._stream.type) - self._flushed - len(self._forwarded)
-        if new == 0:
-            return
-        if not self.pending_since:
-            self.pending_since = received_ns
-        if new == 1:
-            self._forwarded.append(forwarded_ns)
-            self._added.append(added_ns)
-        else:
-            self._forwarded += [forwarded_ns] * new
-            self._added += [added_ns] * new
+        self._forwarded += (forwarded_ns,) * new
+        self._added += (added_ns,) * new
 
     def flush(self) -> None:
         """The receipts since the last batch, as a record, and what the sidecar added to them."""
@@ -390,7 +398,6 @@ class Observation:
 
     def _write_batch(self) -> None:
         start, stop = self._flushed, self._flushed + len(self._forwarded)
-        self.pending_since = 0
         if start == stop:
             return
         forwarded, self._forwarded = self._forwarded, []
@@ -413,14 +420,14 @@ class Observation:
 
         Raised or not, the request ends once, in the metrics and in the journal, and alike in both.
         """
-        if self._ended:
+        if self.is_over:
             return
         if self._end is not None:
             transport, left, body_complete, end_ns = self._end
         elif self.is_behind:
             self._end = transport, left, body_complete, end_ns
             return
-        self._ended = True
+        self.is_over = True
         try:
             if not self._begun:
                 self.begin(None, None, "", None)
@@ -440,7 +447,7 @@ class Observation:
             self.watch.problem("observer_error")
         try:
             stream.finish(body_complete)
-            self._count_new(stream.last_ns, *self._last_handed)
+            self._count_new(*self._last_handed)
         except Exception:  # a body that breaks its parser still belongs to a request that has to end
             self.watch.problem("observer_error")
         self.flush()
@@ -486,7 +493,7 @@ class Observation:
             outcome=end.outcome,
             reason=end.reason,
             end_ns=end_ns,
-            loop_lag_max_ns=self.loop_lag_max_ns,
+            loop_lag_max_ns=self.watch.lag.since(self._arrived_ns),
             consumer_hold_ns=self.consumer_hold_ns,
             server_timing=server_timing,
             upstream=self.went_to.get(self._attempt or 0),

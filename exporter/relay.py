@@ -20,21 +20,22 @@ def relay(
     observation: Observation,
     monotonic_ns: Callable[[], int],
     otherwise: Receive,
-) -> Receive:
-    """Takes reads of a response's body that is under way, each with its stamp. `otherwise` gets those that are not one
+) -> Callable[[bytes], None]:
+    """Takes reads of a response's body that is under way. `otherwise` gets, with their stamps, those that are not one
     short chunk of a size that was met before, and those that find many waiting to be understood.
     """
     follows, reads, note = SHORT_CHUNKS.get, observation.reads, observation.reads.append
 
-    def receive(data: bytes, received_ns: int) -> None:
-        start = data.find(b"\n", 0, MAX_SHORT_LINE) + 1
-        is_chunk = follows(data[:start]) == len(data) - start and data.endswith(b"\r\n") and body.is_between
+    def receive(data: bytes) -> None:
+        received_ns = monotonic_ns()  # the receipt: before anything is parsed
+        start, size = data.find(b"\n", 0, MAX_SHORT_LINE) + 1, len(data)
+        is_chunk = follows(data[:start]) == size - start and data.endswith(b"\r\n") and body.is_between
         if not is_chunk or len(reads) >= MAX_READS:
             otherwise(data, received_ns)
             return
         # Before the write: on another core the client can have the bytes before the call returns.
         forwarded_ns = monotonic_ns()
         write(data)
-        note((data, start, -2, received_ns, forwarded_ns, monotonic_ns()))
+        note((data, start, size - 2, received_ns, forwarded_ns, monotonic_ns()))
 
     return receive

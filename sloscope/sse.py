@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sloscope.sse_pattern import Pattern, pattern_of
+from sloscope.sse_pattern import Pattern, Read, pattern_of
 
 CONTENT = "content"
 REASONING = "reasoning"
@@ -143,6 +143,18 @@ class StreamDecoder:
             return None
         self._tries = _TRIES
         return pattern.event
+
+    def alike(self, reads: Sequence[Read]) -> tuple[int, Output | None]:
+        """How many of these reads, from the first on, are each one event with the same output and nothing more. They
+        are not to be fed. Each is shorter than the bound of an event.
+        """
+        pattern = self._pattern
+        if pattern is None or not self._idle or not self._tries:
+            return 0, None
+        count = pattern.count(reads)
+        if count:
+            self._tries = _TRIES
+        return count, pattern.event.outputs[0]
 
     def feed(self, data: bytes) -> list[StreamEvent]:
         """The events that these bytes complete, in order.

@@ -8,7 +8,7 @@ was parsed, tell what the next one says.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -18,6 +18,11 @@ _MAX_FRAME_BYTES = 4096  # around the text; a larger one is not kept
 _KEY = re.compile(rb'"(?:content|text|reasoning_content|reasoning)": ?"')
 # The inside of a JSON string that is not empty. Whether it is UTF-8 makes no difference to the decoder.
 _TEXT = re.compile(rb'(?!\Z)[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})[^"\\\x00-\x1f]*)*')
+
+
+_NOT_PLAIN = b'"\\' + bytes(range(0x20))  # of a JSON string's inside, what begins an escape or ends it
+# Data, start and stop of the payload in it, and what else its observer knows of the read.
+Read = tuple[bytes, int, int, int, int, int]
 
 
 class Pattern(NamedTuple):
@@ -34,6 +39,21 @@ class Pattern(NamedTuple):
             and read.endswith(after)
             and _TEXT.fullmatch(read, len(before), len(read) - len(after)) is not None
         )
+
+    def count(self, reads: Sequence[Read]) -> int:
+        """How many of these fit, up to the first that does not."""
+        before, after, _ = self
+        head, tail = len(before), len(after)
+        texts: list[bytes] = []
+        for data, start, stop, _, _, _ in reads:
+            text = data[start + head : stop - tail]
+            if not (text and data.startswith(before, start) and data.endswith(after, start, stop)):
+                break
+            texts.append(text)
+        together = b"".join(texts)
+        if len(together.translate(None, _NOT_PLAIN)) == len(together):
+            return len(texts)
+        return next((number for number, text in enumerate(texts) if not _TEXT.fullmatch(text)), len(texts))
 
 
 def pattern_of(read: bytes, event: StreamEvent, decode: Callable[[bytes], StreamEvent | None]) -> Pattern | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sloscope.definitions import Ended, StreamEnd, Summary, classify_end, summarise
 from sloscope.records import OUTPUT_TYPES
 from sloscope.sse import StreamDecoder, StreamEvent, parse_body
+from sloscope.sse_pattern import Read
 
 MAX_CHOICES = 1024  # beyond it a server's choice index is no reason to make room for the choices below
 _MAX_REASON = 64  # characters of a finish reason
@@ -131,6 +132,24 @@ class StreamRecord:
             self._body += data
             if len(self._body) > self._max_body_bytes:
                 self._give_up("response_above_inspect_limit")
+
+    def receive_alike(self, reads: Sequence[Read]) -> int:
+        """Takes as many of these reads, from the first on, as are each one event like an earlier one but for its text;
+        how many. The fourth of a read is its stamp.
+        """
+        if self._decoder is None or self._inflate is not None:
+            return 0
+        count, output = self._decoder.alike(reads)
+        if output is None or not count:
+            return 0
+        _, starts, stops, stamps, _, _ = zip(*reads[:count], strict=True)
+        self.body_bytes += sum(stops) - sum(starts)
+        self.last_ns = stamps[-1]
+        self.t_ns.extend(stamps)
+        self.choice.extend((output.choice,) * count)
+        self.tokens += (None,) * count
+        self.type.extend((_TYPE[output.type],) * count)
+        return count
 
     def _decompress(self, data: bytes) -> bytes:
         """What a read becomes, by all the gzip members in it."""
@@ -327,7 +346,7 @@ class StreamRecord:
             "t_ns": self.t_ns[first:last].tolist(),
             "choice": self.choice[first:last].tolist(),
             "type": self.type[first:last].tolist(),
-            "tokens": tokens if any(count is not None for count in tokens) else None,
+            "tokens": None if tokens.count(None) == len(tokens) else tokens,
         }
 
     def ended(self) -> dict[str, Any]:

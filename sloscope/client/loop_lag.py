@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
 from collections.abc import Callable
+
+from sloscope.lag_peaks import LagPeaks
 
 PROBE_EVERY_S = 0.005
 _PROBE_EVERY_NS = 5_000_000
@@ -19,23 +20,14 @@ class LagProbe:
     """
 
     def __init__(self, wanted: Callable[[], bool] | None = None) -> None:
-        # (stamp, lag): stamps rise and lags fall from left to right, since an older, smaller lag can never be the
-        # largest since anything.
-        self._peaks: list[tuple[int, int]] = []
+        self._peaks = LagPeaks()
         self._wanted = wanted
         self._due_ns = 0
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def note(self, at_ns: int, lag_ns: int) -> None:
-        while self._peaks and self._peaks[-1][1] <= lag_ns:
-            self._peaks.pop()
-        self._peaks.append((at_ns, lag_ns))
-
     def since(self, t_ns: int) -> int:
-        position = bisect_left(self._peaks, (t_ns,))
-        # Only the first can have begun before t: each timer is set when the one before it fires.
-        noted = max((min(lag, at_ns - t_ns) for at_ns, lag in self._peaks[position : position + 2]), default=0)
+        noted = self._peaks.since(t_ns)
         if self._timer is None or self._loop is None or not self._loop.is_running():
             return noted
         # After a stall the loop reads its sockets before it runs its timers, so the probe itself may be overdue.
@@ -58,7 +50,7 @@ class LagProbe:
 
     def _fire(self) -> None:
         now = time.monotonic_ns()
-        self.note(now, max(0, now - self._due_ns))
+        self._peaks.note(now, max(0, now - self._due_ns))
         if self._wanted is None or self._wanted():
             self.start()
         else:

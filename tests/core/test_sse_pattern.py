@@ -11,6 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sloscope.sse import StreamDecoder, StreamEvent
+from sloscope.sse_pattern import Read
+from sloscope.stream_record import StreamRecord
 
 HEAD = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
 
@@ -185,3 +187,70 @@ def test_no_read_says_anything_else_because_of_those_before(
             spoilt = read.replace(b'": "', b'": "' + rubbish, 1)
             if spoilt.count(b"\n") == 2 and b"\r" not in spoilt:
                 assert decoder.feed(spoilt) == parsed(spoilt)
+
+
+def stream_record() -> StreamRecord:
+    record = StreamRecord(orjson.loads, 1 << 20, streaming=True)
+    record.response(200, "text/event-stream", "")
+    return record
+
+
+def said(record: StreamRecord) -> tuple[Any, ...]:
+    return (
+        record.t_ns, record.choice, record.type, record.tokens, record.body_bytes, record.last_ns, record.problems,
+        record.ended(),
+    )  # fmt: skip
+
+
+PADDING = st.tuples(st.binary(max_size=3), st.binary(max_size=2))
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(READ, min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), PADDING), max_size=8),
+    st.integers(1, 7),
+)
+@example([read_of({"content": "a"}), read_of({"content": ""})], [(0, 5, (b"", b"")), (1, 1, (b"", b""))], 7)
+@example([read_of({"content": "a"}), read_of({"content": "\n"})], [(0, 5, (b"1", b"2")), (1, 5, (b"", b""))], 7)
+def test_reads_taken_together_say_what_they_say_one_by_one(
+    kinds: list[bytes], order: list[tuple[int, int, tuple[bytes, bytes]]], at_once: int
+) -> None:
+    """Each stands between other bytes of the read that brought it, as the payload of a chunk does."""
+    stamped: list[Read] = []
+    for number, times, (before, after) in order:
+        payload = kinds[number % len(kinds)]
+        for _ in range(times):
+            stop = len(before) + len(payload)
+            stamped.append((before + payload + after, len(before), stop, 1000 + len(stamped), 0, 0))
+    alone, together = stream_record(), stream_record()
+    for data, start, stop, t_ns, _, _ in stamped:
+        alone.receive(t_ns, data[start:stop])
+    done = 0
+    while done < len(stamped):
+        block = stamped[done : done + at_once]
+        count = together.receive_alike(block)
+        assert count <= len(block)
+        if not count:
+            data, start, stop, t_ns, _, _ = block[0]
+            together.receive(t_ns, data[start:stop])
+        done += count or 1
+    assert said(together) == said(alone)
+
+
+@pytest.mark.parametrize("text", ["", "x", '"', "\\", "\n", "é", "x" * 4000])
+def test_of_many_reads_those_before_the_first_unlike_one_are_taken(text: str) -> None:
+    record, usual = stream_record(), read_of({"content": "x"})
+    other = read_of({"content": text}, created=2 if text == "x" else 1)
+    record.receive(1, usual)
+    record.receive(1, usual)  # the first after which a pattern is looked for
+    reads = [(read, 0, len(read), 2, 0, 0) for read in [*[usual] * 5, other, usual]]
+    assert record.receive_alike(reads) == (5 if text in ("", "x") else 7)
+
+
+def test_nothing_is_taken_together_of_what_does_not_stream_or_is_compressed() -> None:
+    read = read_of({"content": "x"})
+    for kind, coding in (("application/json", ""), ("text/event-stream", "gzip"), ("text/event-stream", "br")):
+        record = StreamRecord(orjson.loads, 1 << 20, streaming=True)
+        record.response(200, kind, coding)
+        assert record.receive_alike([(read, 0, len(read), 1, 0, 0)]) == 0 and record.body_bytes == 0

@@ -150,6 +150,9 @@ def test_what_raises_costs_itself_only(
     class Raising:
         type = observation._stream.type
 
+        def receive_alike(self, reads: object) -> int:
+            return 0
+
         def receive(self, t_ns: int, data: bytes) -> None:
             if next(calls) == 5:
                 raise RuntimeError
