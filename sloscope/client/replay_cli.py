@@ -153,6 +153,7 @@ def replay(
         tenants=tuple(tenant),
         cancel_rate=cancel_rate,
         slow_readers=slow_readers,
+        until_ns=loaded.until_ns,
     )
     # Built before the first connection, so that a bad option stops it here.
     fixed = schedule.build(loaded.rows, promised, plan)

@@ -49,6 +49,7 @@ class Plan:
     tenants: tuple[str, ...] = ()
     cancel_rate: float = 0.0  # share of requests stopped by the consumer after a drawn number of events
     slow_readers: float = 0.0  # share of requests whose consumer holds off reading
+    until_ns: int | None = None  # when the arrival after the last of all rows would be due; None: nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Schedule:
     classes: dict[str, Resolved]  # what each class that occurs was promised
     span_ns: int  # from the first arrival to the last, of the whole schedule in every part of it
     block_tokens: Fraction = Fraction(BLOCK_TOKENS)  # of a prompt block after scaling
+    until_ns: int | None = None  # when the next arrival would be due; None: nobody knows
 
     def part(self, number: int, parts: int) -> Schedule:
         """Every `parts`-th request from `number` on, at the times of the whole schedule. May be empty."""
@@ -88,8 +90,11 @@ class Schedule:
 
     @property
     def mean_rate(self) -> float | None:
-        """Requests per second between first and last arrival; None when they are one instant."""
-        return (len(self.requests) - 1) / (self.span_ns / NS_PER_S) if self.span_ns else None
+        """Requests per second between first and last arrival, of bursts with the pause behind the last; None when they
+        are one instant.
+        """
+        gaps, span_ns = _gaps(len(self.requests), self.span_ns, self.until_ns)
+        return gaps / (span_ns / NS_PER_S) if span_ns else None
 
     @property
     def ttft_limit_ns(self) -> int | None:
@@ -101,7 +106,8 @@ class Schedule:
 def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
     """Raises ConfigError or ContractError for an option, class or trace that cannot be scheduled."""
     _check(plan)
-    rows = rows[: plan.limit]
+    if plan.limit is not None and plan.limit < len(rows):
+        rows, plan = rows[: plan.limit], replace(plan, until_ns=None)
     factor = _time_factor(rows, plan)
     warm_rows, warm_ns = _warmup(plan.warmup)
     draw_cap, draw_tenant, draw_cancel, draw_text, draw_slow = (
@@ -142,7 +148,13 @@ def build(rows: Sequence[TraceRow], contract: Contract, plan: Plan) -> Schedule:
                 slow_reader=draw_slow.random() < plan.slow_readers,
             )
         )
-    return Schedule(tuple(requests), classes, requests[-1].offset_ns, BLOCK_TOKENS * prompts)
+    until_ns = None if plan.until_ns is None else plan.until_ns * factor.numerator // factor.denominator
+    return Schedule(tuple(requests), classes, requests[-1].offset_ns, BLOCK_TOKENS * prompts, until_ns)
+
+
+def _gaps(arrivals: int, span_ns: int, until_ns: int | None) -> tuple[int, int]:
+    """(gaps between arrivals, ns that they take): the last arrival has one where it is known when the next is due."""
+    return (arrivals - 1, span_ns) if until_ns is None else (arrivals, until_ns)
 
 
 def _check(plan: Plan) -> None:
@@ -164,15 +176,15 @@ def _check(plan: Plan) -> None:
 
 
 def _time_factor(rows: Sequence[TraceRow], plan: Plan) -> Fraction:
-    """By what every offset is multiplied. n arrivals have n − 1 gaps, and the mean rate is over those."""
+    """By what every offset is multiplied. The mean rate is over the gaps between arrivals."""
     if plan.speedup is not None:
         return 1 / Fraction(str(plan.speedup))
     if plan.rate is None:
         return Fraction(1)
-    span = rows[-1].offset_ns
+    gaps, span = _gaps(len(rows), rows[-1].offset_ns, plan.until_ns)
     if span == 0:
         raise ConfigError(f"--rate: {plan.rate!r} needs a trace whose arrivals differ; these are at one instant")
-    return Fraction((len(rows) - 1) * NS_PER_S, span) / Fraction(str(plan.rate))
+    return Fraction(gaps * NS_PER_S, span) / Fraction(str(plan.rate))
 
 
 def _warmup(text: str) -> tuple[int, int]:

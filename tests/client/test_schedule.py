@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise, takewhile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from sloscope import contract as contracts
 from sloscope.client.schedule import Plan, PromptText, Schedule, arrival_cv, build, peak_rate, summary
-from sloscope.client.traces import TraceRow, load
+from sloscope.client.traces import Arrivals, TraceRow, load
 from sloscope.errors import ConfigError, ContractError
 
 CONTRACT = contracts.from_shorthand("ttft:300 itl_max:30")
@@ -35,6 +36,30 @@ def test_a_rate_is_the_mean_over_the_gaps() -> None:
     fixed = build(ROWS, CONTRACT, Plan(rate=2.0))
     assert [row.offset_ns for row in fixed.requests] == [0, S // 4, 1 * S]
     assert fixed.mean_rate == 2.0
+
+
+def test_the_mean_rate_of_bursts_has_the_pause_behind_the_last_one() -> None:
+    # 10 in the first 100 ms of every second: 20 arrivals, of which the next is due at 2 s.
+    loaded = load("synthetic:burst?rate=10&n=20")
+    plain = build(loaded.rows, CONTRACT, Plan(until_ns=loaded.until_ns))
+    assert (loaded.until_ns, plain.span_ns) == (2 * S, 1_090_000_000)
+    assert (plain.mean_rate, peak_rate([each.offset_ns for each in plain.requests])) == (10.0, 10)
+    # At 5 req/s everything takes twice as long.
+    slow = build(loaded.rows, CONTRACT, Plan(until_ns=loaded.until_ns, rate=5.0))
+    assert (slow.mean_rate, slow.span_ns) == (5.0, 2_180_000_000)
+    # One burst at one instant has a rate, too.
+    instant = load("synthetic:burst?rate=10&n=10&burst_on=0")
+    assert build(instant.rows, CONTRACT, Plan(until_ns=instant.until_ns)).mean_rate == 10.0
+    # What a limit cuts off is followed by nobody knows what: 9 gaps in 90 ms.
+    assert build(loaded.rows, CONTRACT, Plan(until_ns=loaded.until_ns, limit=10)).mean_rate == pytest.approx(100.0)
+
+
+def test_a_dry_run_of_bursts_drawn_for_a_rate_prints_that_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at_s": 0, "prompt_tokens": 5, "output_tokens": 2}\n' * 20)
+    loaded = load(str(trace), arrivals=Arrivals("burst", 10.0))
+    assert summary(build(loaded.rows, CONTRACT, Plan(until_ns=loaded.until_ns)))["mean_rate_rps"] == 10.0
+    assert load("synthetic:poisson?rate=10&n=20").until_ns is None
 
 
 def test_a_limit_counts_before_the_rate() -> None:

@@ -51,6 +51,7 @@ class Trace(NamedTuple):
     left_out: int = 0  # rows of failed requests, whose length nobody knows
     arrivals: str = AS_RECORDED  # or how they were made
     lengths: str = AS_RECORDED
+    until_ns: int | None = None  # when the arrival after the last row would be due; None: nobody knows
 
 
 def load(
@@ -70,7 +71,7 @@ def load(
         raise TraceError(f"--format-trace: {format!r} is not accepted; accepted: {', '.join(FORMATS)}")
     if source.startswith(synthetic.SCHEME) or format == "synthetic":
         rows, made = synthetic.described(source, seed, limit)
-        trace = Trace(rows, "synthetic", source, 0, 0, str(made), "drawn")
+        trace = Trace(rows, "synthetic", source, 0, 0, str(made), "drawn", made.until_ns(len(rows)))
     else:
         trace = _load_file(source, format, seed, limit, lengths, timed=arrivals is None)
     return trace if arrivals is None else _arriving(trace, arrivals, seed)
@@ -104,7 +105,7 @@ def _arriving(trace: Trace, arrivals: Arrivals, seed: int) -> Trace:
     """The same requests in the same order at other times."""
     stamps = arrivals.offsets_ns(seed)
     rows = [row._replace(offset_ns=next(stamps)) for row in trace.rows]
-    return trace._replace(rows=rows, arrivals=str(arrivals))
+    return trace._replace(rows=rows, arrivals=str(arrivals), until_ns=arrivals.until_ns(len(rows)))
 
 
 def _lines(source: str) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from sloscope.units import NS_PER_S
 
@@ -58,6 +59,12 @@ class Arrivals:
                     at_s += draw.gammavariate(1 / self.cv**2, self.cv**2 / self.rate)
                 case _:
                     at_s += 1 / self.rate
+
+    def until_ns(self, count: int) -> int | None:
+        """When the arrival after so many bursty ones is due, so that the pause behind a burst is theirs; None: another
+        kind, of which gaps alone make the mean rate.
+        """
+        return next(islice(self._bursts_ns(), count, None)) if self.kind == "burst" else None
 
     def _bursts_ns(self) -> Iterator[int]:
         period_ns = self.burst_size * NS_PER_S / self.rate
