@@ -169,7 +169,7 @@ class Attempt:
         """Known for good: the first word counts. Of requests that nobody observes the pool hears nothing."""
         if self.exchange.is_observed and not self._is_judged:
             self._is_judged = True
-            self.pool.answered(ok)
+            self.pool.answered(self.work, ok)
 
     def upstream_ended(self, error: Exception | None) -> None:
         """The upstream's end of the connection is closed; `error` when it was not closed in order."""

@@ -563,7 +563,7 @@ class Exchange:
             self._client.transport.write(self._framed(self._filter.finish()))
         self._end_observation(transport)
         if self._leader is not None:
-            self._leader.answered(self._observation is not None and self._observation.events > 0)
+            self._leader.answered(self._observation is not None and self._observation.about_events > 0)
         self._close(keep_upstream=False)
         if endless:
             # A close would look like the end of the body.

@@ -106,13 +106,15 @@ def parse_time_ns(text: str, field: str) -> int:
 def published(questions: Questions, window_ns: int, now_ns: int) -> list[Row]:
     """The `sloscope_sql_` series over the last `window_ns` up to `now_ns`, wall time; 0: over everything. Blocks."""
     window = questions.latest(window_ns, now_ns) if window_ns else None
+    is_empty = bool(window_ns) and window is None
     rows: list[Row] = []
-    for row in questions.ask("goodput", window):
+    for row in [] if is_empty else questions.ask("goodput", window):
         if row["attainment"] is not None:
             rows.append(Row("sloscope_sql_attainment_ratio", ("all",), row["attainment"]))
         if row["goodput_rps"] is not None:
             rows.append(Row("sloscope_sql_goodput_rps", ("all",), row["goodput_rps"]))
-    found = {row["verdict"]: row["holds"] for row in questions.ask("hold_summary", window)}
+    asked = [] if is_empty else questions.ask("hold_summary", window)
+    found = {row["verdict"]: row["holds"] for row in asked}
     rows += [
         Row("sloscope_sql_holds", (verdict,), count) for verdict, count in (dict.fromkeys(VERDICTS, 0) | found).items()
     ]

@@ -74,8 +74,8 @@ class ReceiptRate:
 
 
 class OwnJournals:
-    """Which journal files of clients stand in this events directory. A writer that was seen once stays known, whatever
-    becomes of its files.
+    """Which journal files of clients stand in this events directory. Of the writers that were asked for last, one whose
+    file was seen stays known, whatever becomes of its files.
     """
 
     def __init__(self, events: Path, remembered: int = _MAX_WRITERS) -> None:
@@ -87,6 +87,7 @@ class OwnJournals:
         path = self._directory / name
         writer = writer_of(path)
         if writer in self._writers:
+            self._writers.move_to_end(writer)
             return True
         if not path.exists():
             return False

@@ -180,7 +180,8 @@ class Pool:
         self.rests_until_ns = 0  # while it rests: when one request may try it again
         self._failures = 0  # connects that failed in a row
         self._bad = 0  # answers that failed in a row; those that were under way when its rest began count once
-        self._is_tried = True  # by a request whose answer counts
+        self._is_chosen = False  # for a trial, of which the work is not begun yet
+        self._trial: Work | None = None  # of the request that finds out whether its rest may end
         self._tls = tls
         self._store = store
         self._most_idle = most_idle
@@ -191,6 +192,8 @@ class Pool:
     # --- outstanding work
 
     def begin(self, work: Work) -> None:
+        if self._is_chosen:
+            self._is_chosen, self._trial = False, work
         self.requests += 1
         self.tokens += work.tokens
 
@@ -202,6 +205,10 @@ class Pool:
         work.output -= came
 
     def end(self, work: Work) -> None:
+        if work is self._trial:
+            # It is over and has told nothing: its client left, the other one was faster, or nobody observes it.
+            self._trial = None
+            self.rests_until_ns = self.clock.monotonic_ns()
         self.requests -= 1
         self.tokens -= work.tokens
         assert self.requests >= 0 and self.tokens >= 0, "work ended twice"
@@ -224,19 +231,21 @@ class Pool:
     def chosen(self, now: int) -> None:
         if self.rests:
             # One request finds out. Until it knows, the others stay away.
-            self._is_tried = True
+            self._is_chosen = True
             self.rests_until_ns = now + int(CONNECT_TIMEOUT_S * NS_PER_S)
 
-    def answered(self, ok: bool) -> None:
-        """How an answer went. Not ok: its status was 5xx, or it broke off before a first output event. Who fails at
-        once has the least outstanding work, and would be chosen again and again.
+    def answered(self, work: Work, ok: bool) -> None:
+        """How the answer to a request with this work went. Not ok: its status was 5xx, or it broke off before a first
+        output event. Who fails at once has the least outstanding work, and would be chosen again and again.
         """
+        is_trial = work is self._trial
+        if is_trial:
+            self._trial = None
         if ok:
             self._bad = 0
-        elif self._is_tried or not self.rests:
+        elif is_trial or not self.rests:
             self._bad += 1
             if self._bad >= _BAD_IN_A_ROW:
-                self._is_tried = False
                 self._rest(self._bad - _BAD_IN_A_ROW)
 
     def _rest(self, earlier: int) -> None:
@@ -277,6 +286,7 @@ class Pool:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise  # our want, which says nothing of the upstream
             self.up = False
+            self._trial = None  # it has told
             self._rest(self._failures)
             self._failures += 1
             raise

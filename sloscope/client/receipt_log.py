@@ -85,10 +85,6 @@ class ReceiptLog:
         return next(said, self._error_before)
 
     @property
-    def keeps_records(self) -> bool:
-        return self._events is not None
-
-    @property
     def path(self) -> Path | None:
         return None if self._writer is None else self._writer.path
 

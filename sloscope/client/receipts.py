@@ -219,7 +219,7 @@ def receipt(recorder: RequestRecorder, log: ReceiptLog) -> dict[str, Any]:
         "loop_lag_max_ns": recorder.loop_lag_max_ns,
         "consumer_hold_ns": recorder.consumer_hold_ns,
         "http_status": recorder.http_status,
-        "recorded": log.keeps_records or None,
+        "recorded": True if path is not None else None,
         "journal": None if path is None else path.name,
     }
     return {name: value for name, value in entry.items() if value is not None}

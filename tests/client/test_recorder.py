@@ -10,7 +10,6 @@ import pytest
 
 from sloscope import contract as contracts
 from sloscope.client.contract_file import keep, to_toml
-from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.receipts import receipt
 from sloscope.client.recorder import RequestRecorder
@@ -18,6 +17,7 @@ from sloscope.clock import FakeClock
 from sloscope.errors import ContractError
 from sloscope.ids import new_request_id
 from sloscope.journal import is_journal_name
+from sloscope.lag_peaks import LagPeaks
 from tests.client.conftest import Records
 from tests.client.sse_server import base, chunk
 
@@ -253,12 +253,12 @@ def test_a_posted_receipt_says_where_it_is_recorded_and_leaves_out_what_is_not_k
 
 
 def test_loop_lag_since_a_stamp_is_the_largest_overrun_after_it() -> None:
-    probe = LagProbe()
+    peaks = LagPeaks()
     for at, lag in [(100, 5), (200, 90), (210, 2), (250, 30), (260, 7)]:
-        probe.note(at, lag)
-    assert [probe.since(t) for t in (0, 110, 201, 220, 251, 261)] == [90, 90, 30, 30, 7, 0]
+        peaks.note(at, lag)
+    assert [peaks.since(t) for t in (0, 110, 201, 220, 251, 261)] == [90, 90, 30, 30, 7, 0]
     # Of the 90 that ended at 200, a request sent at 180 can have met 20, and met 30 later.
-    assert [probe.since(t) for t in (150, 180, 245)] == [50, 30, 7]
+    assert [peaks.since(t) for t in (150, 180, 245)] == [50, 30, 7]
 
 
 CONTRACT_TOML = """

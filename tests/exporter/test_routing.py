@@ -166,8 +166,21 @@ def test_where_all_rest_the_one_whose_rest_ends_first_is_tried_anyway(monkeypatc
 
 
 def fail(pool: Pool, times: int) -> None:
+    """Each a request of its own, which was under way before."""
     for _ in range(times):
-        pool.answered(False)
+        pool.answered(Work(0), False)
+
+
+def tried(pool: Pool) -> Work:
+    """The request that was sent to it just now."""
+    work = Work(0)
+    pool.begin(work)
+    return work
+
+
+def conclude(pool: Pool, work: Work, ok: bool) -> None:
+    pool.answered(work, ok)
+    pool.end(work)
 
 
 def test_three_bad_answers_in_a_row_are_a_rest_and_two_are_none() -> None:
@@ -176,14 +189,14 @@ def test_three_bad_answers_in_a_row_are_a_rest_and_two_are_none() -> None:
     upstreams = Upstreams([sick, busy], clock)
     busy.begin(Work(10, 90))
     fail(sick, 2)
-    sick.answered(True)
+    sick.answered(Work(0), True)
     fail(sick, 2)
     assert upstreams.choose() is sick
     fail(sick, 1)
     assert (sick.up, sick.rests, sick.rests_until_ns - clock.monotonic_ns()) == (True, True, NS_PER_S // 4)
     assert upstreams.choose() is busy
     assert upstreams.choose_up([busy]) is None, "a hedge goes to nobody that may fail"
-    sick.answered(True)  # of a request that was under way
+    sick.answered(Work(0), True)  # of a request that was under way
     assert upstreams.choose() is sick
 
 
@@ -199,14 +212,46 @@ def test_a_bad_answer_after_a_rest_doubles_it_and_a_good_one_ends_it() -> None:
         rests.append((sick.rests_until_ns - clock.monotonic_ns()) / NS_PER_S)
         clock.advance(sick.rests_until_ns - clock.monotonic_ns())
         assert [upstreams.choose() for _ in range(3)] == [sick, busy, busy], "one request finds out"
-        fail(sick, 1)
+        work = tried(sick)
+        fail(sick, 5)  # still those
+        conclude(sick, work, ok=False)
     assert rests == [0.25, 0.5, 1, 2, 4, 8, 16, 16]
     clock.advance(16 * NS_PER_S)
     assert upstreams.choose() is sick
-    sick.answered(True)
+    conclude(sick, tried(sick), ok=True)
     assert not sick.rests and upstreams.choose() is sick
     fail(sick, 3)
     assert sick.rests_until_ns - clock.monotonic_ns() == NS_PER_S // 4
+
+
+def test_a_trial_that_tells_nothing_leaves_the_next_request_to_find_out() -> None:
+    clock = FakeClock()
+    sick, busy = pools(2, clock)
+    upstreams = Upstreams([sick, busy], clock)
+    busy.begin(Work(10, 90))
+    fail(sick, 3)
+    clock.advance(NS_PER_S)
+    for _ in range(3):  # nobody observes them, or their clients leave
+        assert [upstreams.choose() for _ in range(2)] == [sick, busy], "one at once"
+        sick.end(tried(sick))
+    assert upstreams.choose() is sick
+    conclude(sick, tried(sick), ok=True)
+    assert not sick.rests
+
+
+def test_a_trial_that_found_no_connection_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    sick, busy = pools(2, clock)
+    upstreams = Upstreams([sick, busy], clock)
+    busy.begin(Work(10, 90))
+    fail(sick, 3)
+    clock.advance(NS_PER_S)
+    assert upstreams.choose() is sick
+    work = tried(sick)
+    refuse(sick, monkeypatch)
+    sick.end(work)
+    assert sick.rests_until_ns - clock.monotonic_ns() == NS_PER_S // 4, "as after any connect that failed"
+    assert upstreams.choose() is busy
 
 
 def test_where_nobody_else_is_there_or_all_rest_bad_answers_keep_nobody_from_being_asked() -> None:
