@@ -16,7 +16,16 @@ from sloscope.errors import RecordError, SloscopeError
 from sloscope.exposition import MetricStore
 from sloscope.ids import is_request_id
 from sloscope.journal import JournalWriter, is_journal_name, writer_of
-from sloscope.records import OUTCOMES, OUTPUT_TYPES, TOKEN_SOURCES, Record
+from sloscope.records import (
+    MAX_LABEL_TEXT,
+    MAX_LABELS,
+    MAX_NAME,
+    MAX_TOKENS,
+    OUTCOMES,
+    OUTPUT_TYPES,
+    TOKEN_SOURCES,
+    Record,
+)
 from sloscope.units import NS_PER_S
 
 MAX_BATCH = 1000
@@ -24,11 +33,7 @@ _MOST_LATE_NS = 24 * 3600 * NS_PER_S  # of a report, after the end that it repor
 _MAX_EVENTS = 200_000
 _MAX_CHOICES = 1024
 _MAX_NS = 2**62  # compaction takes no larger stamp: sums with an offset between clocks must fit a column
-_MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must fit a column
 _REMEMBERED = 100_000
-_MAX_LABELS = 32
-_MAX_LABEL_TEXT = 256  # characters: a label is a name, and no place for what was said
-_MAX_NAME = 200  # characters of a model, tenant or foreign id, as the data plane cuts them
 _MAX_REASON = 64  # characters of a finish reason, as the stream decoder cuts them
 _OWN_LIMITS = tuple(f"{name}_ns" for name in LIMIT_NAMES)
 _REJECTED = "sloscope_receipts_rejected_total"
@@ -391,13 +396,10 @@ def _anchor(receipt: Mapping[str, Any]) -> dict[str, int] | None:
 
 def _check_labels(labels: object) -> None:
     """Their types are the record's business."""
-    if isinstance(labels, dict) and (
-        len(labels) > _MAX_LABELS
-        or any(isinstance(text, str) and len(text) > _MAX_LABEL_TEXT for pair in labels.items() for text in pair)
-    ):
+    if isinstance(labels, dict) and not records.labels_fit(labels):
         raise ReceiptError(
             "malformed",
-            f"labels: accepted: at most {_MAX_LABELS}, names and texts of at most {_MAX_LABEL_TEXT} characters",
+            f"labels: accepted: at most {MAX_LABELS}, names and texts of at most {MAX_LABEL_TEXT} characters",
         )
 
 
@@ -405,8 +407,8 @@ def _check_texts(receipt: Mapping[str, Any]) -> None:
     """A long one may be what was said, so it is counted and not repeated. Their types are the record's business."""
     for name in ("model", "tenant", "external_id", "clock_id"):
         text = receipt.get(name)
-        if isinstance(text, str) and len(text) > _MAX_NAME:
-            raise ReceiptError("malformed", f"{name}: {len(text)} characters; accepted: at most {_MAX_NAME}")
+        if isinstance(text, str) and len(text) > MAX_NAME:
+            raise ReceiptError("malformed", f"{name}: {len(text)} characters; accepted: at most {MAX_NAME}")
     if receipt.get("clock_id") == "":
         raise ReceiptError("malformed", "clock_id: ''; accepted: the name of a clock")
     retried = receipt.get("retry_of")
@@ -438,8 +440,8 @@ def _int(receipt: Mapping[str, Any], name: str, default: int | None = None) -> i
         return default
     if type(value) is not int or not 0 <= value < _MAX_NS:
         raise ReceiptError("malformed", f"{name}: {str(value)[:40]!r}; accepted: a whole number from 0, below 2^62")
-    if name.endswith("tokens") and value > _MAX_TOKENS:
-        raise ReceiptError("malformed", f"{name}: {value}; accepted: at most {_MAX_TOKENS}")
+    if name.endswith("tokens") and value > MAX_TOKENS:
+        raise ReceiptError("malformed", f"{name}: {value}; accepted: at most {MAX_TOKENS}")
     return value
 
 
@@ -475,8 +477,8 @@ def _events(receipt: Mapping[str, Any], send_ns: int) -> tuple[list[int], list[i
         if type(place) is not int or not 0 <= place < len(OUTPUT_TYPES):
             raise ReceiptError("malformed", f"type: {str(kind)[:40]!r}; accepted: {', '.join(OUTPUT_TYPES)} or 0 to 2")
         types.append(place)
-    if any(count is not None and (type(count) is not int or not 0 <= count <= _MAX_TOKENS) for count in tokens):
-        raise ReceiptError("malformed", f"tokens: accepted: whole numbers, 0 to {_MAX_TOKENS}, or null")
+    if any(count is not None and (type(count) is not int or not 0 <= count <= MAX_TOKENS) for count in tokens):
+        raise ReceiptError("malformed", f"tokens: accepted: whole numbers, 0 to {MAX_TOKENS}, or null")
     if any(not 0 <= index < _MAX_CHOICES for index in choice):
         raise ReceiptError("malformed", f"choice: accepted: 0 to {_MAX_CHOICES - 1}")
     _check_order(t_ns, choice, send_ns)

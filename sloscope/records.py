@@ -20,6 +20,11 @@ READABLE_VERSIONS = (1,)
 OBSERVERS = ("client", "sidecar", "engine")
 ROLES = ("client", "gateway", "router", "sidecar", "server")
 OUTPUT_TYPES = ("content", "reasoning", "tool")
+# What a control plane takes of a client's own words. A label is a name, and no place for what was said.
+MAX_NAME = 200  # characters of a model, tenant or foreign id, as the data plane cuts them
+MAX_TOKENS = 2**31 - 1  # as the stream decoder takes them: sums over many must fit a column
+MAX_LABELS = 32
+MAX_LABEL_TEXT = 256  # characters
 TOKEN_SOURCES = ("usage", "continuous_usage", "engine", "tokenizer", "assumed_one")
 OUTCOMES: dict[str, tuple[str, ...]] = {
     "completed": ("",),
@@ -365,6 +370,12 @@ def _check_meaning(kind: str, record: Mapping[str, Any]) -> None:
         raise RecordError(
             f"step.{name}: {len(record[name])} values for {len(record.get('prefill_ids', ()))} prefill_ids"
         )
+
+
+def labels_fit(labels: Mapping[str, Any]) -> bool:
+    """They are few and short. Their types are `check`'s business."""
+    texts = [text for pair in labels.items() for text in pair if isinstance(text, str)]
+    return len(labels) <= MAX_LABELS and all(len(text) <= MAX_LABEL_TEXT for text in texts)
 
 
 def misaligned(step: Mapping[str, Any]) -> str:

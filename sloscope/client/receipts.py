@@ -19,6 +19,7 @@ from sloscope.client.h1 import Origin, Pool, Reply, fetch
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.recorder import RequestRecorder
 from sloscope.errors import ConfigError
+from sloscope.records import MAX_NAME, MAX_TOKENS
 
 POST_EVERY_S = 1.0
 _PATH = "/v1/receipts"
@@ -169,9 +170,11 @@ async def probe_control(control: Origin, token: str = "", tls: ssl.SSLContext | 
             f"--receipts: {control} answered 401; accepted: --token-file FILE, or SLOSCOPE_TOKEN, with its bearer token"
         )
     because = f" ({said[:200]})" if said else ""
+    hint = ", not the one that forwards requests" if reply.status == 404 else ""
+    if control.path:
+        hint = f", without {control.path}"
     raise ConfigError(
-        f"--receipts: {control} answered {reply.status}{because}; accepted: the control address of a sidecar"
-        + (", not the one that forwards requests" if reply.status == 404 else "")
+        f"--receipts: {control} answered {reply.status}{because}; accepted: the control address of a sidecar{hint}"
     )
 
 
@@ -188,6 +191,7 @@ def receipt(recorder: RequestRecorder, log: ReceiptLog) -> dict[str, Any]:
     """One entry of `POST /v1/receipts`. Fields that are not known are left out."""
     assert recorder.ended is not None
     begun, resolved, path = recorder.begun, recorder.resolved, log.path
+    max_tokens = begun.get("max_tokens")
     entry = {
         "request_id": recorder.request_id,
         "clock_id": log.clock.clock_id,
@@ -208,11 +212,10 @@ def receipt(recorder: RequestRecorder, log: ReceiptLog) -> dict[str, Any]:
         "token_source": recorder.token_source,
         "class": (resolved.class_name or None) if resolved is not None else None,
         "own_limits": dict(resolved.own) or None if resolved is not None else None,
-        "model": begun.get("model"),
-        "tenant": begun.get("tenant"),
-        "external_id": begun.get("external_id"),
+        # What is longer here than a control plane takes must not cost the whole receipt.
+        **{name: (begun.get(name) or "")[:MAX_NAME] or None for name in ("model", "tenant", "external_id")},
         "retry_of": begun.get("retry_of"),
-        "max_tokens": begun.get("max_tokens"),
+        "max_tokens": max_tokens if max_tokens is not None and max_tokens <= MAX_TOKENS else None,
         "labels": begun.get("labels"),
         "streaming": recorder.streamed if recorder.streaming is None else recorder.streaming,
         "n_choices": recorder.n_choices,

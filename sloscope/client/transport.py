@@ -29,11 +29,12 @@ import httpx
 import orjson
 
 from sloscope import contract as contracts
+from sloscope import records
 from sloscope.client.loop_lag import LagProbe, LoopProbes
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.recorder import RequestRecorder
 from sloscope.contract import Contract, Limits, Resolved
-from sloscope.errors import ContractError
+from sloscope.errors import ConfigError, ContractError
 from sloscope.ids import is_request_id, new_request_id
 from sloscope.stream_record import MAX_CHOICES
 
@@ -47,6 +48,7 @@ _SENT_AGAIN_BY_REDIRECT = (307, 308)  # with its body; others are followed by a 
 _FOLLOWED_WITHIN_NS = 1_000_000_000
 _MAX_KNOWN_IDS = 10_000
 _RETRY_COUNT = "x-stainless-retry-count"  # the openai package counts its retries here
+_LABEL_TYPES = (str, int, float, bool)
 _READABLE_ENCODINGS = frozenset({"gzip", "x-gzip", "deflate", "identity"})
 
 _stop_reason: ContextVar[str] = ContextVar("sloscope_stop_reason", default="")
@@ -79,6 +81,20 @@ class _Attempt(NamedTuple):
 _last_attempt: ContextVar[_Attempt | None] = ContextVar("sloscope_last_attempt", default=None)
 
 
+def _checked(labels: dict[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for what would fail with each request."""
+    try:
+        is_kept = orjson.loads(orjson.dumps(labels)) == labels  # a NaN is not
+    except (TypeError, ValueError):
+        is_kept = False
+    if not (is_kept and records.labels_fit(labels) and all(type(each) in _LABEL_TYPES for each in labels.values())):
+        raise ConfigError(
+            f"labels: accepted: at most {records.MAX_LABELS}, names and texts of at most {records.MAX_LABEL_TEXT} "
+            "characters, numbers of 64 bits, booleans"
+        )
+    return labels
+
+
 class _Observer:
     """What the sync and the async transport share."""
 
@@ -90,13 +106,17 @@ class _Observer:
         labels: Mapping[str, str | int | float | bool] | None,
         on_end: Callable[[RequestRecorder], None] | None,
         receipts: str | None,
-        receipts_token: str,
+        receipts_token: str | None,
     ) -> None:
-        self.posting = _posting(receipts, receipts_token) if receipts is not None else None
+        if events is None and on_end is None and receipts is None:
+            raise ConfigError("events: accepted: a directory; or None beside on_end or receipts")
+        if receipts_token and receipts is None:
+            raise ConfigError("receipts_token: accepted: beside receipts, whose token it is")
+        self.posting = _posting(receipts, receipts_token or "") if receipts is not None else None
         self._contract = contracts.load(contract) if isinstance(contract, (str, Path)) else contract
         self._contract_hash = self._contract.hash if self._contract is not None else None
         self._tenant = tenant
-        self._labels = dict(labels or {})
+        self._labels = _checked(dict(labels or {}))
         self._on_end = on_end
         self.log = ReceiptLog(None if events is None else Path(events), on_end=self._tell)
         self.probes = LoopProbes(lambda: self.log.open_requests > 0)
@@ -199,9 +219,10 @@ class _Observer:
             if self._contract is not None:
                 return contracts.resolve(self._contract, headers)
             own = contracts.own_limits(headers)
-        except ContractError:
+        except ContractError as error:
             # A limit that does not parse must not stop the call; the server will say what it thinks of it.
             self.errors += 1
+            self.last_error = f"{type(error).__name__}: {error}"
             if self._contract is not None:
                 return contracts.resolve(self._contract, {contracts.CLASS_HEADER: class_name})
             own = {}
@@ -282,7 +303,7 @@ class _Recording:
         labels: Mapping[str, str | int | float | bool] | None = None,
         on_end: Callable[[RequestRecorder], None] | None = None,
         receipts: str | None = None,
-        receipts_token: str = "",
+        receipts_token: str | None = None,
     ) -> None:
         self._observer = _Observer(events, contract, tenant, labels, on_end, receipts, receipts_token)
         self._inner = inner if inner is not None else self._default_inner()

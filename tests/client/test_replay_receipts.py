@@ -71,6 +71,13 @@ def test_an_address_that_is_no_control_plane_is_told_before_the_first_send(
         )
 
 
+def test_an_address_with_the_path_that_is_added_to_it_is_told(tmp_path: Path) -> None:
+    with control_plane(tmp_path / "sidecar") as control:
+        assert refused(tmp_path, f"{control.url}/v1/receipts").endswith(
+            "answered 404; accepted: the control address of a sidecar, without /v1/receipts"
+        )
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_replay_is_counted_and_recorded_once_whatever_directory_the_sidecar_has(
     tmp_path: Path, own: bool, recorded: Callable[[Path], Records]

@@ -228,3 +228,42 @@ def test_a_forked_child_posts_its_own_receipts_and_none_of_its_parents(tmp_path:
         run_program(program, str(tmp_path), url_of(server), control.url)
         # Two of the parent's and one of the child's; a parent's receipt that the child posts too would be a duplicate.
         assert (control.ended(outcome="completed"), control.rejected()) == (3, 0)
+
+
+def test_a_name_that_is_too_long_costs_no_receipt(tmp_path: Path, recorded: Recorded) -> None:
+    headers = {"x-request-id": "i" * 300, "x-slo-tenant": "t" * 300}
+    body = BODY | {"model": "m" * 230, "max_tokens": 2**40}
+    with control_plane(tmp_path / "sidecar") as control:
+        with observed(tokens(3), tmp_path / "own", receipts=control.url) as (client, server):
+            client.post(url_of(server), json=body, headers=headers)
+        assert (control.ended(outcome="completed"), control.rejected()) == (1, 0)
+    begin = only(recorded(tmp_path / "sidecar"), "begin")
+    assert (begin["external_id"], begin["tenant"], begin["model"]) == ("i" * 200, "t" * 200, "m" * 200)
+    assert "max_tokens" not in begin
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"a": float("nan")}, {"a": 2**70}, {"a": "\ud800"}, {"a": "x" * 257}, {"x" * 257: 1}, {"a": [1]}, {"a": None},
+        {str(number): 1 for number in range(33)},
+    ],
+)  # fmt: skip
+def test_labels_that_no_record_can_carry_are_refused_at_once(labels: Any) -> None:
+    with pytest.raises(ConfigError, match="labels: accepted: at most 32, names and texts of at most 256"):
+        ReceiptTransport("events", labels=labels)
+
+
+def test_a_transport_without_a_place_for_its_records_is_refused() -> None:
+    with pytest.raises(ConfigError, match="events: accepted: a directory"):
+        AsyncReceiptTransport()
+    with pytest.raises(ConfigError, match="receipts_token: accepted: beside receipts"):
+        ReceiptTransport(on_end=print, receipts_token="x")
+    ReceiptTransport(receipts="http://127.0.0.1:9", receipts_token=None).close()
+
+
+def test_a_limit_that_does_not_parse_is_named(tmp_path: Path) -> None:
+    with observed(tokens(1), tmp_path, errors=1) as (client, server):
+        client.post(url_of(server), json=BODY, headers={"x-slo-ttft-ms": "1e12"})
+        transport: Any = client._transport
+        assert "x-slo-ttft-ms" in transport.last_error
