@@ -182,6 +182,9 @@ def sql(
 def compact(events: Path = EVENTS, format: str = FORMAT) -> None:
     """Turn what is new in the journal into Parquet tables. Queries do this themselves; safe at any time.
 
+    Requests that ended in the last two seconds or are still open (`requests_pending`) count in every answer, and are
+    written for good by a later pass.
+
     \b
     sloscope compact --events run1
     """

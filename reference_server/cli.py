@@ -46,7 +46,7 @@ def serve(
     model: str = typer.Option(
         ENGINE.model, help="builtin, builtin-14m, smollm2, a GGUF file or a directory in Hugging Face's layout."
     ),
-    listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; port 0 takes a free one."),
+    listen: str = typer.Option("127.0.0.1:8000", help="HOST:PORT; without a host 127.0.0.1; port 0 takes a free one."),
     events: Path | None = typer.Option(None, help="Events directory for the journal; without it nothing is recorded."),
     contract: Path | None = typer.Option(None, help="SLO contract (TOML); unknown classes are then refused."),
     goodput: str | None = typer.Option(None, help="A contract as limits in ms: 'ttft:300 itl_max:30'."),

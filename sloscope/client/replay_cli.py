@@ -118,8 +118,12 @@ def replay(
 ) -> None:
     """Replay TRACE open loop: every request leaves at its scheduled time, late ones at once.
 
-    Latencies from the scheduled arrival (`ttft_intended`) stand beside those from the send (`ttft`). What is open at
-    the end is unfinished. Ctrl-C keeps what was recorded. Exit: 0 done, 1 every request failed, 2 wrong use or input.
+    Latencies from the scheduled arrival stand beside those from the send. What is open at the end is unfinished.
+
+    Ctrl-C keeps what was recorded. Exit: 0 done, 1 every request failed, 2 wrong use or input.
+
+    \b
+    sloscope replay trace.jsonl --url http://127.0.0.1:8001 --contract slo.toml --events run --rate 2 --limit 500
     """
     check_format(format)
     promised = _contract(contract, goodput)
