@@ -171,8 +171,8 @@ async def probe_control(control: Origin, token: str = "", tls: ssl.SSLContext | 
         )
     because = f" ({said[:200]})" if said else ""
     hint = ", not the one that forwards requests" if reply.status == 404 else ""
-    if control.path:
-        hint = f", without {control.path}"
+    if control.path.endswith(_PATH):
+        hint = f", without {_PATH}"
     raise ConfigError(
         f"--receipts: {control} answered {reply.status}{because}; accepted: the control address of a sidecar{hint}"
     )

@@ -165,6 +165,14 @@ def test_where_all_rest_the_one_whose_rest_ends_first_is_tried_anyway(monkeypatc
     assert upstreams.choose([a, b]) is None
 
 
+def one_of_two_is_busy() -> tuple[FakeClock, Pool, Pool, Upstreams]:
+    """So that all requests would go to the other one, which is to fall sick."""
+    clock = FakeClock()
+    sick, busy = pools(2, clock)
+    busy.begin(Work(10, 90))
+    return clock, sick, busy, Upstreams([sick, busy], clock)
+
+
 def fail(pool: Pool, times: int) -> None:
     """Each a request of its own, which was under way before."""
     for _ in range(times):
@@ -184,10 +192,7 @@ def conclude(pool: Pool, work: Work, ok: bool) -> None:
 
 
 def test_three_bad_answers_in_a_row_are_a_rest_and_two_are_none() -> None:
-    clock = FakeClock()
-    sick, busy = pools(2, clock)
-    upstreams = Upstreams([sick, busy], clock)
-    busy.begin(Work(10, 90))
+    clock, sick, busy, upstreams = one_of_two_is_busy()
     fail(sick, 2)
     sick.answered(Work(0), True)
     fail(sick, 2)
@@ -201,10 +206,7 @@ def test_three_bad_answers_in_a_row_are_a_rest_and_two_are_none() -> None:
 
 
 def test_a_bad_answer_after_a_rest_doubles_it_and_a_good_one_ends_it() -> None:
-    clock = FakeClock()
-    sick, busy = pools(2, clock)
-    upstreams = Upstreams([sick, busy], clock)
-    busy.begin(Work(10, 90))
+    clock, sick, busy, upstreams = one_of_two_is_busy()
     fail(sick, 3)
     rests = []
     for _ in range(8):
@@ -225,10 +227,7 @@ def test_a_bad_answer_after_a_rest_doubles_it_and_a_good_one_ends_it() -> None:
 
 
 def test_a_trial_that_tells_nothing_leaves_the_next_request_to_find_out() -> None:
-    clock = FakeClock()
-    sick, busy = pools(2, clock)
-    upstreams = Upstreams([sick, busy], clock)
-    busy.begin(Work(10, 90))
+    clock, sick, busy, upstreams = one_of_two_is_busy()
     fail(sick, 3)
     clock.advance(NS_PER_S)
     for _ in range(3):  # nobody observes them, or their clients leave
@@ -240,10 +239,7 @@ def test_a_trial_that_tells_nothing_leaves_the_next_request_to_find_out() -> Non
 
 
 def test_a_trial_that_found_no_connection_is_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = FakeClock()
-    sick, busy = pools(2, clock)
-    upstreams = Upstreams([sick, busy], clock)
-    busy.begin(Work(10, 90))
+    clock, sick, busy, upstreams = one_of_two_is_busy()
     fail(sick, 3)
     clock.advance(NS_PER_S)
     assert upstreams.choose() is sick
