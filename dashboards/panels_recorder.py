@@ -66,11 +66,16 @@ def _named(row: catalogue.Metric) -> str:
 
 def upstreams_up() -> Any:
     up = promql.row("sloscope_upstream_up")
+    resting = promql.row("sloscope_upstream_resting")
     return style.lines(
-        "Upstreams reachable",
-        "1 if the last connect to the upstream worked.",
+        "Upstreams reachable, and resting",
+        "Reachable: 1 if the last connect to the upstream worked. Resting: 1 while it is left alone, after connects or"
+        " answers that failed.",
         "none",
-        [style.query(promql.lowest(up, ("upstream",)), "{{upstream}}")],
+        [
+            style.query(promql.lowest(up, ("upstream",)), "{{upstream}} reachable"),
+            style.query(promql.highest(resting, ("upstream",)), "{{upstream}} resting"),
+        ],
         no_value=_NOTHING,
     )
 

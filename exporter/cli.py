@@ -113,8 +113,8 @@ def sidecar(
         )
     _check_ca_file(ca_file)
     drain_ns = parse_duration_ns(drain, "--drain")
-    sql_every_ns = 0 if sql_every == "off" else parse_duration_ns(sql_every, "--sql-every (or off)")
-    sql_window_ns = 0 if sql_window == "0" else parse_duration_ns(sql_window, "--sql-window (or 0)")
+    sql_every_ns = _duration_or("off", sql_every, "--sql-every")
+    sql_window_ns = _duration_or("0", sql_window, "--sql-window")
     engines, engines_every_ns = _engine_metrics(engine_metrics or [], engine_metrics_every)
     if not tenant_header or any(not (c.isalnum() or c in "-_") for c in tenant_header):
         raise ConfigError(f"--tenant-header: {tenant_header!r} is not accepted; accepted: a header name")
@@ -167,6 +167,16 @@ def _check_hedging(after: str, max_share: float, upstreams: int) -> None:
         parse_hedge_after(after)
         if upstreams < 2:
             raise ConfigError(f"--hedge-after: {after!r} needs a second --upstream to ask")
+
+
+def _duration_or(word: str, text: str, option: str) -> int:
+    """0 for this word."""
+    if text == word:
+        return 0
+    try:
+        return parse_duration_ns(text, option)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or {word}") from None
 
 
 def _check_whole(option: str, value: int, least: int, most: int) -> None:

@@ -180,6 +180,7 @@ class Pool:
         self.rests_until_ns = 0  # while it rests: when one request may try it again
         self._failures = 0  # connects that failed in a row
         self._bad = 0  # answers that failed in a row; those that were under way when its rest began count once
+        self._answers = {"ok": 0, "failed": 0}
         self._is_chosen = False  # for a trial, of which the work is not begun yet
         self._trial: Work | None = None  # of the request that finds out whether its rest may end
         self._tls = tls
@@ -215,6 +216,9 @@ class Pool:
 
     def publish(self) -> None:
         self._store.set("sloscope_upstream_up", 1 if self.up else 0, self._labels)
+        self._store.set("sloscope_upstream_resting", 1 if self.rests else 0, self._labels)
+        for result, count in self._answers.items():
+            self._store.set("sloscope_upstream_answers_total", count, (*self._labels, result))
         self._store.set("sloscope_upstream_inflight_requests", self.requests, self._labels)
         self._store.set("sloscope_upstream_outstanding_tokens", self.tokens, self._labels)
 
@@ -241,6 +245,7 @@ class Pool:
         is_trial = work is self._trial
         if is_trial:
             self._trial = None
+        self._answers["ok" if ok else "failed"] += 1
         if ok:
             self._bad = 0
         elif is_trial or not self.rests:

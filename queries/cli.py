@@ -44,6 +44,13 @@ def open_session(
     )
     if session.note:
         message(session.note)
+    by = session.observed_by()
+    others = [each for each, count in by.items() if count and not by[session.observer]]
+    if others:
+        message(
+            f"no request has a record by the {session.observer}, so all are unobserved; try --observer "
+            f"{' or '.join(others)}, who recorded some"
+        )
     return session
 
 

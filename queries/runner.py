@@ -333,6 +333,11 @@ class Session:
             self._create_tables(self._table_views())
             self._set_window(window if window is not None else self._given_window)
 
+    def observed_by(self) -> dict[str, int]:
+        """Observer → requests that it began a record of, in every window."""
+        counts = ", ".join(f"count(*) filter ({each}_observed) as {each}" for each in OBSERVERS)
+        return self._answer("observed_by", f"select {counts} from requests", [], {}, None, None).rows[0]
+
     @property
     def _window_rule(self) -> str:
         if self.contract.window_rule == "drain":

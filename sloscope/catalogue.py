@@ -185,6 +185,8 @@ _RECORDER = [
     Metric(f"{PREFIX}tenant_overflow_total", "counter", "Requests whose tenant label was folded into other.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),
     Metric(f"{PREFIX}upstream_up", "gauge", "1 if the last connect to the upstream worked.", ("upstream",), (), "recorder"),
+    Metric(f"{PREFIX}upstream_resting", "gauge", "1 while the upstream is left alone, after connects or answers that failed.", ("upstream",), (), "recorder"),
+    Metric(f"{PREFIX}upstream_answers_total", "counter", "Answers to observed requests, as they count for the upstream's health: failed is a 5xx, or an end before the first output event.", ("upstream", "result"), (), "recorder"),
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_outstanding_tokens", "gauge", "Estimate of the tokens that the upstream still has to work off: prompts without output yet, and output not received.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}hedge_requests_total", "counter", "Requests that could have been sent to a second upstream, by what became of that.", ("result",), (), "recorder"),

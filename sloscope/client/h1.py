@@ -366,6 +366,20 @@ class Reply(NamedTuple):
     body: bytes
 
 
+# What Python calls the errors that a wrong address meets.
+_WORDS = {
+    "gaierror": "its host name is not known",
+    "ConnectionRefusedError": "nobody listens there",
+    "TimeoutError": "it did not answer in time",
+}
+
+
+def why(error: Exception) -> str:
+    """In words, of an error that `fetch` raises."""
+    said = str(error) or type(error).__name__
+    return _WORDS.get(said, said)
+
+
 class _Collect:
     """An exchange that waits for the whole reply."""
 

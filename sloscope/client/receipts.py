@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from sloscope.client.h1 import Origin, Pool, Reply, fetch
+from sloscope.client.h1 import Origin, Pool, Reply, fetch, why
 from sloscope.client.receipt_log import ReceiptLog
 from sloscope.client.recorder import RequestRecorder
 from sloscope.errors import ConfigError
@@ -23,6 +23,7 @@ from sloscope.records import MAX_NAME, MAX_TOKENS
 
 POST_EVERY_S = 1.0
 _PATH = "/v1/receipts"
+_FRAME = b'{"receipts":[%b]}'
 _TIMEOUT_S = 5.0
 # Who takes a post understands it in a millisecond or two.
 _MOST_REQUESTS = 200
@@ -92,7 +93,7 @@ class ReceiptPoster:
 
     def _take_batch(self) -> list[bytes]:
         batch: list[bytes] = []
-        size = 0
+        size = len(_FRAME % b"")
         with self._lock:
             while self._waiting and len(batch) < _MOST_REQUESTS:
                 size += len(self._waiting[0]) + 1
@@ -116,18 +117,18 @@ class ReceiptPoster:
     async def _post_waiting(self, pool: Pool) -> None:
         """Stops at a control plane that does not answer or has had enough; what still waits is tried a second later."""
         while batch := self._take_batch():
-            body = b'{"receipts":[%b]}' % b",".join(batch)
+            body = _FRAME % b",".join(batch)
             try:
                 reply = await fetch(pool, "POST", _PATH, self._headers, body, _TIMEOUT_S)
             except (OSError, TimeoutError) as error:
-                self._fail(len(batch), str(error) or type(error).__name__)
+                self._fail(len(batch), f"{self._control} cannot be reached: {why(error)}")
                 return
             except asyncio.CancelledError:
-                self._fail(len(batch), "no answer in time")
+                self._fail(len(batch), f"{self._control} did not answer in time")
                 raise
             if reply.status == 429:
                 self._give_back(batch)
-                self.last_error = "status 429"
+                self.last_error = f"{self._control} answered 429"
                 return
             if reply.status == 413 and len(batch) > 1:
                 # How much it takes only it knows (--receipts-max-bytes), and one long receipt need not stop the others.
@@ -144,7 +145,7 @@ class ReceiptPoster:
                 self._fail(len(refused), str(refused[0]["error"]))
         except (ValueError, KeyError, IndexError, TypeError):
             if reply.status >= 300:
-                self._fail(sent, f"status {reply.status}")
+                self._fail(sent, f"{self._control} answered {reply.status}")
 
 
 def _headers(token: str) -> dict[str, str]:
@@ -156,9 +157,9 @@ async def probe_control(control: Origin, token: str = "", tls: ssl.SSLContext | 
     """Posts no receipt at all, which a control plane refuses in its own words. Raises ConfigError for anything else."""
     pool = Pool(control, tls)
     try:
-        reply = await fetch(pool, "POST", _PATH, _headers(token), b'{"receipts":[]}')
+        reply = await fetch(pool, "POST", _PATH, _headers(token), _FRAME % b"")
     except (OSError, TimeoutError) as error:
-        raise ConfigError(f"--receipts: {control} cannot be reached: {str(error) or type(error).__name__}") from None
+        raise ConfigError(f"--receipts: {control} cannot be reached: {why(error)}") from None
     finally:
         await pool.close()
     said = _error_of(reply)

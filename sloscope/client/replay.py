@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import orjson
 
-from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch, make_room
+from sloscope.client.h1 import OWN_LIMIT, Call, Connection, Origin, Pool, fetch, make_room, why
 from sloscope.client.inbox import NEVER_NS, Inbox
 from sloscope.client.loop_lag import LagProbe
 from sloscope.client.receipt_log import ReceiptLog
@@ -161,8 +161,7 @@ async def probe(
         try:
             reply = await fetch(pool, "GET", "/models", dict(headers))
         except (OSError, TimeoutError) as error:
-            why = str(error) or type(error).__name__
-            raise ConfigError(f"--url: {origin} cannot be reached: {why}") from None
+            raise ConfigError(f"--url: {origin} cannot be reached: {why(error)}") from None
         finally:
             await pool.close()
         status = max(status, reply.status)

@@ -40,7 +40,7 @@ def test_receipts_that_are_too_many_for_now_wait_and_are_not_lost() -> None:
         while len(server.asked) < 2:
             await asyncio.sleep(0.01)
         await poster.close()
-        assert (poster.failed, poster.last_error) == (0, "status 429")
+        assert (poster.failed, poster.last_error) == (0, f"{url} answered 429")
 
     with SseServer(control) as server:
         asyncio.run(main(server.url))
@@ -71,7 +71,7 @@ def test_a_post_that_is_too_large_is_halved_and_only_a_receipt_that_is_too_large
                 add(poster, log, events=2000 if number == 30 else 2)
             poster.start()
             await poster.close()
-            assert (poster.failed, poster.last_error) == (1, "status 413")
+            assert (poster.failed, poster.last_error) == (1, f"{control.url} answered 413")
 
         asyncio.run(main())
         # All at once, then the 30 before the long one, which does not fit beside them, then half of those, and once the

@@ -32,7 +32,9 @@ def refused(tmp_path: Path, receipts: str, *options: str) -> str:
 def test_a_control_address_where_nobody_listens_is_told_before_the_first_send(tmp_path: Path) -> None:
     with SseServer(tokens(1)) as server:
         url = server.url
-    assert refused(tmp_path, url) == f"--receipts: {url} cannot be reached: ConnectionRefusedError"
+    assert refused(tmp_path, url) == f"--receipts: {url} cannot be reached: nobody listens there"
+    url = "http://no-such-host.invalid:9464"
+    assert refused(tmp_path, url) == f"--receipts: {url} cannot be reached: its host name is not known"
 
 
 def test_a_token_that_is_wrong_or_missing_is_told_before_the_first_send(tmp_path: Path) -> None:

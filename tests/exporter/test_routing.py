@@ -396,6 +396,15 @@ def test_who_fails_at_once_does_not_draw_the_requests_of_all(tmp_path: Path) -> 
             assert found.count(500) == len(sick.seen) and found.count(200) == len(well.seen)
             assert 3 <= found.count(500) <= 10 and len(found) == 100
             assert b.total("sloscope_upstream_up") == 2, "it can be reached"
+            ours, its = b.plane.settings.upstreams  # of the one that fails, and of the one that is well
+            assert b.total("sloscope_upstream_resting", upstream=its) == 0
+            for url, result in ((ours, "failed"), (its, "ok")):
+                count = b.total("sloscope_upstream_answers_total", upstream=url, result=result)
+                assert (
+                    count
+                    == b.total("sloscope_upstream_answers_total", upstream=url)
+                    == found.count(200 if result == "ok" else 500)
+                )
 
     run(test())
 
@@ -443,6 +452,9 @@ def test_output_counts_while_its_stream_goes_on(tmp_path: Path) -> None:
             await client.reader.readuntil(b"\n\n")
             await b.until(lambda: one._bad == 0)
             assert await statuses(b, 2) == [500, 500] and not one.rests
+            await statuses(b, 1)
+            assert b.total("sloscope_upstream_resting", upstream=one.upstream.url) == 1
+            assert b.total("sloscope_upstream_resting", upstream=other.upstream.url) == 0
 
     run(test())
 

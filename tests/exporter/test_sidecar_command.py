@@ -43,7 +43,14 @@ def test_a_hop_has_one_of_the_records_roles() -> None:
         (("--hedge-max-share", "0"), "error: --hedge-max-share: 0 is not accepted; accepted: above 0, at most 1"),
         (("--hedge-max-share", "1.01"), "error: --hedge-max-share: 1.01 is not accepted"),
         (("--hedge-max-share", "nan"), "error: --hedge-max-share: nan is not accepted"),
-        (("--sql-window", "all"), "error: --sql-window (or 0): 'all' is not a duration; accepted: a number with"),
+        (
+            ("--sql-window", "all"),
+            "error: --sql-window: 'all' is not a duration; accepted: a number with ns, us, ms, s, m, h or d; or 0",
+        ),
+        (
+            ("--sql-every", "0s"),
+            "error: --sql-every: '0s' must be above zero and a whole number of nanoseconds; or off",
+        ),
         (("--receipts-rate", "0"), "error: --receipts-rate: 0 is not accepted; accepted: 1 to 1000000"),
         (("--receipts-burst", "0"), "error: --receipts-burst: 0 is not accepted; accepted: 1 to 10000000"),
         (

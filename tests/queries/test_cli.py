@@ -57,6 +57,14 @@ def test_params_and_limits_of_the_command_line_reach_the_question(events):
     assert rows("query", "goodput", "--events", str(events), *WINDOW, "--observer", "sidecar")[0]["unobserved"] == 8
 
 
+def test_who_recorded_nothing_is_told_who_did(events):
+    hint = "no request has a record by the sidecar, so all are unobserved; try --observer "
+    for observer, said in (("sidecar", True), ("client", False)):
+        done = sloscope("query", "goodput", "--events", str(events), *WINDOW, "--observer", observer)
+        assert (hint in done.stderr) is said and done.returncode == 0
+    assert f"{hint}client" in sloscope("sql", "select 1", "--events", str(events), "--observer", "sidecar").stderr
+
+
 def test_wrong_use_is_one_line_that_says_what_is_accepted(events, tmp_path):
     at = ("--events", str(events))
     assert error("query", "nope", *at).startswith("question: 'nope' is unknown; accepted: ")
