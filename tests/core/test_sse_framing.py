@@ -220,7 +220,7 @@ def whatwg_messages(stream: bytes) -> list[str]:
 
 FIELDS = [b"data: ", b"data:", b"data", b"event: x", b":", b" ", b"id: 1", HELLO]
 LINE_ENDS = [b"\n", b"\n\n", b"\r", b"\r\n", b"\r\n\r\n"]
-VALUES = [b"\xef\xbb\xbf", b"{}", b"[1", b"\xc3", b"\xa9", b"ab", b"0123456789abcdef"]
+VALUES = [b"\xef\xbb\xbf", b"{}", b"[DONE]", b"[1", b"\xc3", b"\xa9", b"ab", b"0123456789abcdef"]
 PIECES = st.sampled_from([*FIELDS, *LINE_ENDS, *VALUES])
 STREAMS = st.one_of(st.lists(PIECES, max_size=30).map(b"".join), st.binary(max_size=80))
 
@@ -235,6 +235,7 @@ def reads(draw: st.DrawFn) -> list[bytes]:
 @settings(max_examples=400, deadline=None)
 @given(reads())
 @example([b"data: 1\r", b"\ndata: 2\r\n\r", b"\n"])
+@example([b"data: [DO", b"NE]\n\ndata: 1\n\n"])
 def test_any_reads_give_the_messages_of_the_standard(pieces: list[bytes]) -> None:
     seen: list[str] = []
 
@@ -243,11 +244,11 @@ def test_any_reads_give_the_messages_of_the_standard(pieces: list[bytes]) -> Non
         return {}
 
     decoder = StreamDecoder(loads)
-    for piece in pieces:
-        decoder.feed(piece)
-    messages = [message.strip() for message in whatwg_messages(b"".join(pieces))]
-    # The decoder skips what bytes call blank.
-    assert seen == [message for message in messages if message.encode().strip()]
+    found = [event for piece in pieces for event in decoder.feed(piece)]
+    words = [(message.encode().strip(), message.strip()) for message in whatwg_messages(b"".join(pieces))]
+    # The decoder skips what bytes call blank, and what ends a stream is no JSON.
+    assert seen == [message for word, message in words if word not in (b"", b"[DONE]")]
+    assert sum(event.done for event in found) == [word for word, _ in words].count(b"[DONE]")
 
 
 TOKENS = [b"event: error\n", b'"error":', b'"choices":[', b'"delta":{', b'"content":', b'"usage":', b"1e999", b"NaN"]
