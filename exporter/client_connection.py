@@ -19,6 +19,7 @@ _LINGER_S = 2.0
 _BLANK_LINES = re.compile(rb"(?:\r\n)+")
 HEAD_TIMEOUT_NS = 30_000_000_000
 IDLE_TIMEOUT_NS = 75_000_000_000
+_IDLES_AFTER_NS = 1_000_000_000
 
 
 class ClientConnection(asyncio.Protocol):
@@ -46,6 +47,11 @@ class ClientConnection(asyncio.Protocol):
     def is_in_head(self) -> bool:
         return bool(self._buffer)
 
+    def idles(self, now: int) -> bool:
+        """Nothing is under way, and it was not let in or answered just now: it may be about to ask."""
+        is_used = self._buffer or self.exchange or self.is_held or self._discarding or self.transport.is_closing()
+        return not is_used and now - self.since_ns >= _IDLES_AFTER_NS
+
     @property
     def is_closing(self) -> bool:
         """What is still to be sent goes out first."""
@@ -63,10 +69,7 @@ class ClientConnection(asyncio.Protocol):
         # No buffer of ours: uvloop then writes to the socket within `write`, and what the socket does not take
         # pauses the upstream at once.
         self.transport.set_write_buffer_limits(high=0)
-        if len(self._plane.clients) < self._plane.room.clients:
-            self._plane.clients.add(self)
-        else:
-            self._plane.refuse(self)
+        self._plane.admit(self)
 
     def data_received(self, data: bytes) -> None:
         if self._discarding:

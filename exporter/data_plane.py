@@ -66,6 +66,7 @@ class DataPlane:
             self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)
         self.gathering = Gathering()
         self.clients: set[ClientConnection] = set()
+        self._may_go: list[ClientConnection] = []  # while all places are taken: who idle, the longest come last
         self.leaving: dict[ClientConnection, None] = {}  # who were refused, the first to come first
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
@@ -131,6 +132,9 @@ class DataPlane:
                 client.exchange.refuse(MessageError(408, "request body: the rest of it does not come"))
             else:
                 client.look_for_end()
+        is_full = len(self.clients) >= self.room.clients
+        idle = (client for client in self.clients if is_full and client.idles(now))
+        self._may_go = sorted(idle, key=lambda client: client.since_ns, reverse=True)
 
     def observer_failed(self, error: Exception) -> None:
         """Counts what the observer raised. The kind and the place are printed once each; no message, which could
@@ -192,7 +196,24 @@ class DataPlane:
             connection.close()
         self.recorder.close()
 
-    def refuse(self, client: ClientConnection) -> None:
+    def admit(self, client: ClientConnection) -> None:
+        """Where no place is left, in that of the one that has idled the longest."""
+        if len(self.clients) >= self.room.clients and not self._make_place():
+            self._refuse(client)
+        else:
+            self.clients.add(client)
+
+    def _make_place(self) -> bool:
+        now = self.clock.monotonic_ns()
+        while self._may_go:
+            client = self._may_go.pop()
+            if client.idles(now):
+                client.close()
+                self.clients.discard(client)
+                return True
+        return False
+
+    def _refuse(self, client: ClientConnection) -> None:
         """For want of files: accepted, and there would be none left for its upstream."""
         self.store.inc("sloscope_sidecar_clients_refused_total")
         self.leaving[client] = None

@@ -244,6 +244,8 @@ class Assembly:
     def _sidecar(self) -> None:
         out, flat = self._requests, self._flat["sidecar"]
         out["sidecar_body_complete_ns"] = self._begin("sidecar", "body_complete_ns")
+        chosen, went_to = self._begin("sidecar", "upstream"), self._end("sidecar", "upstream")
+        out["sidecar_upstream"] = [to or first for to, first in zip(went_to, chosen, strict=True)]
         out["sidecar_upstream_first_ns"] = flat.first(flat.t_ns)
         out["sidecar_forwarded_first_ns"] = flat.first(flat.delivery["forwarded_ns"])
         timings = self._end("sidecar", "server_timing")

@@ -76,6 +76,7 @@ REQUESTS: tuple[Column, ...] = (
         ("class", "request class after defaulting"),
         ("contract_hash", "SHA-256 of the resolved contract"),
         ("labels", "free labels, a JSON object"),
+        ("sidecar_upstream", "the upstream whose answer the consumer got, or that was asked for it; a URL"),
         (
             "sidecar_server_timing",
             "durations by name, ns, a JSON object: what hops that are not ours said in Server-Timing",

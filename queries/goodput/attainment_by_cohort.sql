@@ -2,7 +2,7 @@
 -- grain: one row per value of what is split by
 -- inputs: cohort, run_window
 -- params:
---   by  varchar  class|model|tenant|outcome|streaming  class
+--   by  varchar  class|model|tenant|outcome|streaming|upstream  class
 -- outputs:
 --   part                     varchar  -         value of what is split by; '-' where a request has none
 --   offered                  bigint   requests  the denominator
@@ -29,6 +29,7 @@ cohort as (
             when 'model' then model
             when 'tenant' then tenant
             when 'outcome' then outcome
+            when 'upstream' then sidecar_upstream
             when 'streaming'
                 then case when streaming then 'streaming' when not streaming then 'not streaming' end
         end as part,

@@ -16,8 +16,10 @@ import pytest
 
 from exporter.descriptors import RESERVE, room
 from sloscope.demo.processes import SLOSCOPE, Child, Stage
+from sloscope.units import NS_PER_S
 from tests.exporter.harness import (
     DONE,
+    Bench,
     RawClient,
     Response,
     ScriptedUpstream,
@@ -121,6 +123,40 @@ def test_of_more_clients_than_fit_those_inside_get_their_answer_and_the_others_a
             await each.stop()
 
     run(test(), 60)
+
+
+def a_second_goes_by(b: Bench) -> None:
+    for client in b.plane.clients:
+        client.since_ns -= NS_PER_S
+    b.plane._sweep(b.plane.clock.monotonic_ns())
+
+
+def test_whoever_idles_the_longest_makes_place_for_one_who_asks(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with bench(tmp_path, WHOLE) as b:
+            b.plane.room = b.plane.room._replace(clients=3)
+            b.plane._second_due_ns = 1 << 62  # only the test says that a second is over
+            served, silent, working = [await b.connect() for _ in range(3)]
+            ask = request()
+            await served.send(ask)
+            assert (await served.response()).status == 200
+            await working.send(ask[:-5])
+            assert (await b.ask()).status == 503, "nobody has idled for a second"
+            a_second_goes_by(b)
+            assert (await b.ask()).status == 200
+            assert await silent.to_end() == b""
+            await served.send(ask)
+            assert (await served.response()).status == 200
+            assert (await b.ask()).status == 503, "it did not idle meanwhile, so its place is its own"
+            a_second_goes_by(b)
+            another = await b.connect()
+            assert await b.clients[4].to_end() == b"", "who was let in before served was answered again"
+            for client, rest in ((working, ask[-5:]), (another, ask), (served, ask)):
+                await client.send(rest)
+                assert (await client.response()).status == 200
+            assert b.total("sloscope_sidecar_clients_refused_total") == 2
+
+    run(test())
 
 
 def test_a_soft_limit_is_raised_to_the_hard_one(tmp_path: Path) -> None:

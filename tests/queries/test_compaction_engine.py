@@ -16,6 +16,24 @@ from tests.queries.journal_factory import MS, SECOND, new_id, write_request
 from tests.queries.test_compaction import WALL, one, select
 
 
+def test_a_row_names_the_upstream_whose_answer_the_consumer_got(tmp_path: Path) -> None:
+    lost = {"outcome": "cancelled", "reason": "disconnect"}
+    a, b = {"upstream": "http://a:1"}, {"upstream": "http://b:1"}
+    with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
+        write_request(sidecar, "sidecar", new_id(1), 0, [20 * MS], begin=a)
+        # The chosen one could not be reached.
+        write_request(sidecar, "sidecar", new_id(2), 0, [20 * MS], begin=a, end=b)
+        # The second attempt was the faster one.
+        write_request(sidecar, "sidecar", new_id(3), 0, attempt=0, begin=a, end=lost, end_ns=20 * MS)
+        write_request(sidecar, "sidecar", new_id(3), 0, [20 * MS], attempt=1, begin=b)
+        write_request(sidecar, "sidecar", new_id(4), 0, begin=a, ended=False)
+    with JournalWriter(tmp_path, "client", FakeClock()) as client:
+        write_request(client, "client", new_id(5), 0, [20 * MS])
+    compact(tmp_path)
+    upstreams = select(tmp_path, "select sidecar_upstream from {requests} order by request_id")
+    assert [name for (name,) in upstreams] == ["http://a:1", "http://b:1", "http://b:1", "http://a:1", None]
+
+
 def test_the_loser_of_a_hedge_is_waste_of_the_same_request(tmp_path: Path) -> None:
     with JournalWriter(tmp_path, "sidecar", FakeClock()) as sidecar:
         lost = {"outcome": "cancelled", "reason": "voluntary", "output_tokens": 3}
