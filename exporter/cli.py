@@ -101,8 +101,7 @@ def sidecar(
 
     if not upstream:
         raise ConfigError("--upstream: '' is not accepted; accepted: at least one URL")
-    for url in upstream:
-        parse_upstream(url)
+    _check_upstreams(upstream)
     text, is_shorthand = _contract_text(contract, goodput)
     token = bearer_token.read(token_file)
     listen_at, control_at = parse_address(listen, "--listen"), parse_address(control, "--control")
@@ -167,6 +166,15 @@ def _check_hedging(after: str, max_share: float, upstreams: int) -> None:
         parse_hedge_after(after)
         if upstreams < 2:
             raise ConfigError(f"--hedge-after: {after!r} needs a second --upstream to ask")
+
+
+def _check_upstreams(given: list[str]) -> None:
+    known: set[str] = set()
+    for text in given:
+        url = parse_upstream(text).url
+        if url in known:
+            raise ConfigError(f"--upstream: {text!r} is given twice; accepted: each upstream once")
+        known.add(url)
 
 
 def _duration_or(word: str, text: str, option: str) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
 import select
+import struct
+import termios
 from typing import TYPE_CHECKING, cast
 
 from exporter import http1
@@ -48,9 +51,17 @@ class ClientConnection(asyncio.Protocol):
         return bool(self._buffer)
 
     def idles(self, now: int) -> bool:
-        """Nothing is under way, and it was not let in or answered just now: it may be about to ask."""
+        """Nothing is under way for a second: who was let in or answered just now may be about to ask."""
         is_used = self._buffer or self.exchange or self.is_held or self._discarding or self.transport.is_closing()
         return not is_used and now - self.since_ns >= _IDLES_AFTER_NS
+
+    def is_quiet(self) -> bool:
+        """The kernel holds nothing either: no request that is not read yet, no part of an answer that is not taken."""
+        sock = self.transport.get_extra_info("socket")
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLIN)
+        unsent = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
+        return not poll.poll(0) and not unsent
 
     @property
     def is_closing(self) -> bool:

@@ -61,12 +61,13 @@ class DataPlane:
         self.upstreams = Upstreams(pools, clock, by_tokens=settings.balance == "tokens")
         init_series(self.store)
         self.store.init("sloscope_sidecar_clients_refused_total")
+        self.store.init("sloscope_sidecar_clients_displaced_total")
         self.hedges: Hedges | None = None
         if settings.hedge_after:
             self.hedges = Hedges(parse_hedge_after(settings.hedge_after), settings.hedge_max_share, self.store)
         self.gathering = Gathering()
         self.clients: set[ClientConnection] = set()
-        self._may_go: list[ClientConnection] = []  # while all places are taken: who idle, the longest come last
+        self._may_go: list[ClientConnection] | None = None  # who idle, the longest come last; None: not looked for yet
         self.leaving: dict[ClientConnection, None] = {}  # who were refused, the first to come first
         self.metrics_connections: set[MetricsConnection] = set()
         self.draining = False
@@ -132,9 +133,7 @@ class DataPlane:
                 client.exchange.refuse(MessageError(408, "request body: the rest of it does not come"))
             else:
                 client.look_for_end()
-        is_full = len(self.clients) >= self.room.clients
-        idle = (client for client in self.clients if is_full and client.idles(now))
-        self._may_go = sorted(idle, key=lambda client: client.since_ns, reverse=True)
+        self._may_go = None
 
     def observer_failed(self, error: Exception) -> None:
         """Counts what the observer raised. The kind and the place are printed once each; no message, which could
@@ -205,11 +204,15 @@ class DataPlane:
 
     def _make_place(self) -> bool:
         now = self.clock.monotonic_ns()
+        if self._may_go is None:  # once between two sweeps, for all who come meanwhile
+            idle = (client for client in self.clients if client.idles(now))
+            self._may_go = sorted(idle, key=lambda client: client.since_ns, reverse=True)
         while self._may_go:
             client = self._may_go.pop()
-            if client.idles(now):
+            if client.idles(now) and client.is_quiet():
                 client.close()
                 self.clients.discard(client)
+                self.store.inc("sloscope_sidecar_clients_displaced_total")
                 return True
         return False
 

@@ -289,7 +289,7 @@ def supervise(settings: Settings, listener: socket.socket, control: socket.socke
     if fits.clients < _FEW_CLIENTS:
         sys.stderr.write(
             f"sidecar: {fits.files} files may be open (ulimit -n), so {fits.clients} clients fit at once; "
-            "others get a 503\n"
+            "others take the place of one that idles, or get a 503\n"
         )
     supervisor = Supervisor(settings, listener, control)
     try:

@@ -44,13 +44,6 @@ def open_session(
     )
     if session.note:
         message(session.note)
-    by = session.observed_by()
-    others = [each for each, count in by.items() if count and not by[session.observer]]
-    if others:
-        message(
-            f"no request has a record by the {session.observer}, so all are unobserved; try --observer "
-            f"{' or '.join(others)}, who recorded some"
-        )
     return session
 
 
@@ -69,6 +62,17 @@ def print_result(result: Result, format: str) -> None:
     """Rows to stdout; under which rules they were made to stderr."""
     print_rows(result.rows, format, result.columns)
     message(result.meta.line())
+
+
+def _who_recorded(session: Session) -> None:
+    """Says so where the observer that is asked recorded nothing and another one did."""
+    by = session.observed_by()
+    others = [each for each, count in by.items() if count and not by[session.observer]]
+    if others:
+        message(
+            f"no request has a record by the {session.observer}, so all are unobserved; try --observer "
+            f"{' or '.join(others)}, who recorded some"
+        )
 
 
 def _params(given: list[str]) -> dict[str, str]:
@@ -135,6 +139,7 @@ def query(
         raise ConfigError("--events: is missing; accepted: an events directory")
     with open_session(events, contract, goodput, relax, observer, window) as session:
         result = session.run(name, values)
+        _who_recorded(session)
     if save is not None:
         try:
             save.write_text(_saved(result), encoding="utf-8")

@@ -171,6 +171,7 @@ _UPSTREAM = [
 _RECORDER = [
     Metric(f"{PREFIX}sidecar_added_seconds", "histogram", "What the sidecar itself added to an event: read to handed on. A readable socket's wait while the loop works is not in it.", (), ADDED_EDGES),
     Metric(f"{PREFIX}sidecar_passthrough_total", "counter", "Requests of other APIs, forwarded untouched and not judged."),
+    Metric(f"{PREFIX}sidecar_clients_displaced_total", "counter", "Idle connections closed to make place for another client: no open file was left for one more.", (), (), "recorder"),
     Metric(f"{PREFIX}sidecar_clients_refused_total", "counter", "Connections answered 503 at once: no open file was left for one more client and its upstream.", (), (), "recorder"),
     Metric(f"{PREFIX}journal_records_total", "counter", "Journal records written.", ("observer",), (), "recorder", _BOTH),
     Metric(f"{PREFIX}journal_dropped_total", "counter", "Journal records that could not be written.", ("observer",), (), "recorder", _BOTH),
@@ -186,7 +187,7 @@ _RECORDER = [
     Metric(f"{PREFIX}parse_problems_total", "counter", "Events that could not be understood; they were forwarded.", ("problem",), (), "recorder"),
     Metric(f"{PREFIX}upstream_up", "gauge", "1 if the last connect to the upstream worked.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_resting", "gauge", "1 while the upstream is left alone, after connects or answers that failed.", ("upstream",), (), "recorder"),
-    Metric(f"{PREFIX}upstream_answers_total", "counter", "Answers to observed requests, as they count for the upstream's health: failed is a 5xx, or an end before the first output event.", ("upstream", "result"), (), "recorder"),
+    Metric(f"{PREFIX}upstream_answers_total", "counter", "Answers to observed requests, as they count for the upstream's health: failed is a 5xx, or an end before the first output event that HTTP does not allow. A connect that failed is no answer.", ("upstream", "result"), (), "recorder"),
     Metric(f"{PREFIX}upstream_inflight_requests", "gauge", "Requests sent to the upstream and not ended.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}upstream_outstanding_tokens", "gauge", "Estimate of the tokens that the upstream still has to work off: prompts without output yet, and output not received.", ("upstream",), (), "recorder"),
     Metric(f"{PREFIX}hedge_requests_total", "counter", "Requests that could have been sent to a second upstream, by what became of that.", ("result",), (), "recorder"),

@@ -370,7 +370,9 @@ class Reply(NamedTuple):
 _WORDS = {
     "gaierror": "its host name is not known",
     "ConnectionRefusedError": "nobody listens there",
-    "TimeoutError": "it did not answer in time",
+    "TimeoutError": "no answer in time",
+    "OSError": "none of its addresses can be connected to",  # asyncio's, of several that failed
+    "SSLCertVerificationError": "its certificate is not trusted",
 }
 
 

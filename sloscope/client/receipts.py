@@ -108,11 +108,11 @@ class ReceiptPoster:
             self._waiting.extendleft(reversed(batch))
             self._bytes += sum(map(len, batch))
 
-    def _fail(self, requests: int, why: str) -> None:
+    def _fail(self, requests: int, said: str) -> None:
         with self._lock:
             if requests:
                 self.failed += requests
-                self.last_error = why
+                self.last_error = said
 
     async def _post_waiting(self, pool: Pool) -> None:
         """Stops at a control plane that does not answer or has had enough; what still waits is tried a second later."""

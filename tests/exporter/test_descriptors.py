@@ -6,10 +6,11 @@ import asyncio
 import os
 import re
 import resource
+import socket
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.exporter.harness import (
     Bench,
     RawClient,
     Response,
+    Script,
     ScriptedUpstream,
     Seen,
     answering,
@@ -131,11 +133,17 @@ def a_second_goes_by(b: Bench) -> None:
     b.plane._sweep(b.plane.clock.monotonic_ns())
 
 
+@asynccontextmanager
+async def few_places(tmp_path: Path, places: int, script: Script = WHOLE) -> AsyncIterator[Bench]:
+    async with bench(tmp_path, script) as b:
+        b.plane.room = b.plane.room._replace(clients=places)
+        b.plane._second_due_ns = 1 << 62  # only the test says that a second is over
+        yield b
+
+
 def test_whoever_idles_the_longest_makes_place_for_one_who_asks(tmp_path: Path) -> None:
     async def test() -> None:
-        async with bench(tmp_path, WHOLE) as b:
-            b.plane.room = b.plane.room._replace(clients=3)
-            b.plane._second_due_ns = 1 << 62  # only the test says that a second is over
+        async with few_places(tmp_path, 3) as b:
             served, silent, working = [await b.connect() for _ in range(3)]
             ask = request()
             await served.send(ask)
@@ -155,6 +163,60 @@ def test_whoever_idles_the_longest_makes_place_for_one_who_asks(tmp_path: Path) 
                 await client.send(rest)
                 assert (await client.response()).status == 200
             assert b.total("sloscope_sidecar_clients_refused_total") == 2
+            assert b.total("sloscope_sidecar_clients_displaced_total") == 2
+
+    run(test())
+
+
+def test_places_are_looked_for_when_they_are_needed(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with few_places(tmp_path, 3) as b:
+            idle = [await b.connect() for _ in range(2)]
+            a_second_goes_by(b)  # while one place is free
+            for _ in range(3):
+                assert (await b.ask()).status == 200
+            assert [await each.to_end() for each in idle] == [b"", b""]
+            assert (await b.ask()).status == 503
+
+    run(test())
+
+
+def test_a_request_that_is_not_read_yet_keeps_its_connection(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with few_places(tmp_path, 1) as b:
+            with socket.create_connection(b.address) as client:
+                await b.until(lambda: b.plane.clients)
+                a_second_goes_by(b)
+                # As when the next client is let in in the turn of the loop in which this one would be read.
+                client.sendall(request())
+                assert not b.plane._make_place()
+                client.setblocking(False)
+                assert (await b.plane.loop.sock_recv(client, 64)).startswith(b"HTTP/1.1 200")
+
+    run(test())
+
+
+def test_an_answer_that_its_client_has_not_taken_keeps_its_connection(tmp_path: Path) -> None:
+    async def long(_: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 400000\r\n\r\n" + bytes(400_000))
+
+    async def test() -> None:
+        async with few_places(tmp_path, 1, long) as b:
+            with socket.socket() as slow:
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.connect(b.address)
+                slow.sendall(request())
+                await b.until(lambda: b.plane.clients and all(each.exchange is None for each in b.plane.clients))
+                a_second_goes_by(b)
+                for _ in range(3):
+                    assert (await b.ask()).status == 503
+                    a_second_goes_by(b)
+                slow.setblocking(False)
+                taken = 0
+                while taken < 400_000:
+                    taken += len(await b.plane.loop.sock_recv(slow, 1 << 16))
+                while (await b.ask()).status == 503:  # until the kernel knows that all was taken
+                    a_second_goes_by(b)
 
     run(test())
 

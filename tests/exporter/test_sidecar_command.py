@@ -44,6 +44,10 @@ def test_a_hop_has_one_of_the_records_roles() -> None:
         (("--hedge-max-share", "1.01"), "error: --hedge-max-share: 1.01 is not accepted"),
         (("--hedge-max-share", "nan"), "error: --hedge-max-share: nan is not accepted"),
         (
+            ("--upstream", "http://127.0.0.1:9/"),
+            "error: --upstream: 'http://127.0.0.1:9/' is given twice; accepted: each upstream once",
+        ),
+        (
             ("--sql-window", "all"),
             "error: --sql-window: 'all' is not a duration; accepted: a number with ns, us, ms, s, m, h or d; or 0",
         ),
