@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import re
 import select
-import struct
-import termios
 from typing import TYPE_CHECKING, cast
 
 from exporter import http1
-from exporter.exchange import Exchange, reset_on_close
+from exporter.exchange import Exchange
 from exporter.framing import MessageError
+from exporter.sockets import is_ready, reset_on_close, unsent_bytes
 
 if TYPE_CHECKING:
     from exporter.data_plane import DataPlane
@@ -57,11 +55,7 @@ class ClientConnection(asyncio.Protocol):
 
     def is_quiet(self) -> bool:
         """The kernel holds nothing either: no request that is not read yet, no part of an answer that is not taken."""
-        sock = self.transport.get_extra_info("socket")
-        poll = select.poll()
-        poll.register(sock.fileno(), select.POLLIN)
-        unsent = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
-        return not poll.poll(0) and not unsent
+        return not is_ready(self.transport, select.POLLIN) and not unsent_bytes(self.transport)
 
     @property
     def is_closing(self) -> bool:
@@ -123,10 +117,7 @@ class ClientConnection(asyncio.Protocol):
         """Notices a client that left while it is not read from: its end would not be seen until somebody reads."""
         if self._reading or self.transport.is_closing():
             return
-        sock = self.transport.get_extra_info("socket")
-        poll = select.poll()
-        poll.register(sock.fileno(), select.POLLRDHUP)  # errors and hang-ups are always told
-        if poll.poll(0):
+        if is_ready(self.transport, select.POLLRDHUP):
             self._gone()
             self.transport.abort()
 

@@ -9,9 +9,6 @@ one of two attempts may reach the client. From then on nothing is held.
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -587,10 +584,3 @@ def _is_plain_stream(response: ResponseHead) -> bool:
     kind = response.get(b"content-type").partition(";")[0].strip().lower()
     coding = response.get(b"content-encoding").strip().lower()
     return kind == "text/event-stream" and coding in ("", "identity")
-
-
-def reset_on_close(transport: asyncio.Transport) -> None:
-    """Makes closing send a RST, as a plain close would read as a proper end."""
-    sock = transport.get_extra_info("socket")
-    if sock is not None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from exporter.descriptors import MOST_IDLE
 from exporter.settings import Upstream
+from exporter.sockets import is_ready
 from sloscope.clock import Clock
 from sloscope.exposition import MetricStore
 from sloscope.units import NS_PER_S
@@ -122,7 +123,7 @@ class UpstreamConnection(asyncio.Protocol):
         be an error, and what was answered be lost with it: so what is there to read is read first.
         """
         if not self._unsent:
-            if not (self._reading and self._is_heard()):
+            if not (self._reading and is_ready(self.transport, select.POLLIN)):
                 self.transport.write(data)
                 return
             assert self.attempt is not None
@@ -134,12 +135,6 @@ class UpstreamConnection(asyncio.Protocol):
     def owes(self) -> bool:
         """Part of a request body, which was answered meanwhile."""
         return bool(self._unsent)
-
-    def _is_heard(self) -> bool:
-        """Whether the other end said something that is not read yet."""
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return bool(poll.poll(0))
 
     def _upload_rest(self, attempt: Attempt) -> None:
         unsent, self._unsent = self._unsent, []
@@ -180,7 +175,6 @@ class Pool:
         self.rests_until_ns = 0  # while it rests: when one request may try it again
         self._failures = 0  # connects that failed in a row
         self._bad = 0  # answers that failed in a row; those that were under way when its rest began count once
-        self._answers = {"ok": 0, "failed": 0}
         self._is_chosen = False  # for a trial, of which the work is not begun yet
         self._trial: Work | None = None  # of the request that finds out whether its rest may end
         self._tls = tls
@@ -188,6 +182,8 @@ class Pool:
         self._most_idle = most_idle
         self._idle: list[UpstreamConnection] = []
         self._labels = (upstream.url,)
+        for result in ("ok", "failed"):
+            store.init("sloscope_upstream_answers_total", (*self._labels, result))
         self.publish()
 
     # --- outstanding work
@@ -217,8 +213,6 @@ class Pool:
     def publish(self) -> None:
         self._store.set("sloscope_upstream_up", 1 if self.up else 0, self._labels)
         self._store.set("sloscope_upstream_resting", 1 if self.rests else 0, self._labels)
-        for result, count in self._answers.items():
-            self._store.set("sloscope_upstream_answers_total", count, (*self._labels, result))
         self._store.set("sloscope_upstream_inflight_requests", self.requests, self._labels)
         self._store.set("sloscope_upstream_outstanding_tokens", self.tokens, self._labels)
 
@@ -245,7 +239,7 @@ class Pool:
         is_trial = work is self._trial
         if is_trial:
             self._trial = None
-        self._answers["ok" if ok else "failed"] += 1
+        self._store.inc("sloscope_upstream_answers_total", labels=(*self._labels, "ok" if ok else "failed"))
         if ok:
             self._bad = 0
         elif is_trial or not self.rests:

@@ -371,7 +371,7 @@ _WORDS = {
     "gaierror": "its host name is not known",
     "ConnectionRefusedError": "nobody listens there",
     "TimeoutError": "no answer in time",
-    "OSError": "none of its addresses can be connected to",  # asyncio's, of several that failed
+    "OSError": "none of its addresses can be connected to",  # such as no route, or several that failed
     "SSLCertVerificationError": "its certificate is not trusted",
 }
 

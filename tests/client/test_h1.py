@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from sloscope.client.h1 import Origin, Pool, fetch, make_room, parse_url, request_bytes
+from sloscope.client.h1 import Origin, Pool, fetch, make_room, parse_url, request_bytes, why
 from sloscope.errors import ConfigError
 from tests.client.sse_server import Asked, Reply, Script, SseServer, tokens
 
@@ -327,6 +327,9 @@ def test_https_is_verified_and_a_certificate_that_is_not_trusted_is_a_connect_er
             await pool.close()
             refused = await get(Pool(origin))
             assert refused.end == ("connect_error", "SSLCertVerificationError")
+            with pytest.raises(ConnectionError) as raised:
+                await fetch(Pool(origin), "GET", "/v1/models")
+            assert why(raised.value) == "its certificate is not trusted"
 
         uvloop.run(main())
 

@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from exporter.control_plane import ControlPlane, create_app
-from exporter.exchange import reset_on_close
 from exporter.framing import MessageError
 from exporter.http1 import parse_response_head
 from exporter.questions import parse_time_ns
+from exporter.sockets import reset_on_close
 from sloscope.clock import SystemClock
 from sloscope.errors import ConfigError
 from tests.exporter.harness import ASK, DONE, Bench, Seen, answering, bench, event, finish, request, run, usage

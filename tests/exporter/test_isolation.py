@@ -11,7 +11,7 @@ import pytest
 
 from exporter import data_plane
 from exporter.client_connection import ClientConnection
-from exporter.exchange import reset_on_close
+from exporter.sockets import reset_on_close
 from tests.exporter.harness import (
     DONE,
     STREAM_HEAD,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from exporter import upstream
-from exporter.upstream import UpstreamConnection
 from tests.exporter.harness import (
     ASK,
     CHAT,
@@ -212,7 +211,7 @@ def test_a_connection_that_owes_the_rest_of_a_body_serves_no_other_request(
 ) -> None:
     """The answer came while the last bytes waited for a look at the socket: they never went up."""
     monkeypatch.setattr(upstream, "_ONE_LOOK_S", 0.2)
-    monkeypatch.setattr(UpstreamConnection, "_is_heard", lambda _: True)
+    monkeypatch.setattr("exporter.upstream.is_ready", lambda *_: True)
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
